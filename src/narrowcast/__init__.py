@@ -1,0 +1,25 @@
+"""narrowcast: quantized tensors in flight, at rest and in training.
+
+    import narrowcast as nc
+
+    payload = nc.encode(x, "int4")      # four bits an element, and a scale per block
+    y = nc.decode(payload)
+"""
+
+from narrowcast import codecs, errors
+from narrowcast.codecs import Codec, codec, list_codecs, which_kernel
+from narrowcast.payload import Payload, decode, encode
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Codec",
+    "Payload",
+    "codec",
+    "codecs",
+    "decode",
+    "encode",
+    "errors",
+    "list_codecs",
+    "which_kernel",
+]

@@ -1,0 +1,283 @@
+"""The contract of a codec.
+
+A codec turns rows of floats into rows of bytes, and back. It promises:
+
+- **Size.** `row_bytes(numel)` depends on `numel` alone, and is a multiple of 16.
+- **Bytes.** The same row (and seed) gives the same bytes on every machine and device.
+- **Bound.** `|x - decode(encode(x))| <= max_error(x)` for every element of a block that is finite.
+- **Zeros.** A block of zeros decodes to zeros (a cast's zeros to zeros, one by one).
+- **Non-finite.** A block that holds a NaN or an infinity decodes to NaN throughout; other blocks do not notice.
+  A plain cast keeps each infinity and NaN where it is, and saturates finite values.
+- **Purity.** Inputs are never changed; `out` is written only once everything has been checked.
+
+A codec never learns what a rank, a layer or a file is. To write one, subclass `Codec`, describe its codes as a
+`Recipe` (what kernels need to know), give `_bound`, and name it in registry.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from narrowcast.codecs import checks
+from narrowcast.errors import SpecError
+from narrowcast.kernels import ops, reference
+from narrowcast.kernels.layout import ROW, Format, Recipe, Scale, layout
+
+SCALES = {"fp32": Scale.FP32, "bf16": Scale.BF16, "fp16": Scale.FP16, "e8m0": Scale.E8M0}
+MAX_BLOCK = 65536
+
+
+class Codec:
+    """Rows of floats to rows of bytes, and back. Immutable; equal codecs have equal specs."""
+
+    options: ClassVar[tuple[str, ...]] = ()
+    """The options that a spec string may give, in the order in which `spec` writes them."""
+
+    def __init__(
+        self,
+        name: str,
+        format: Format,
+        peak: float,
+        given: dict[str, object],
+        table: Tensor | None = None,
+    ) -> None:
+        self.name = name
+        self.format = format
+        self.peak = peak
+        self.given = given
+        self._tables = {} if table is None else {"cpu": table}
+        listed = ",".join(f"{key}={_spell(value)}" for key, value in given.items())
+        self.spec = f"{name}:{listed}" if listed else name
+
+    @property
+    def bits(self) -> int:
+        """Bits per code, scales not counted."""
+        return self.format.bits
+
+    @property
+    def block(self) -> int | str | None:
+        """Elements per scale, "row", or None where there is no scale."""
+        return "row" if self.format.block == ROW else self.format.block or None
+
+    @property
+    def stochastic(self) -> bool:
+        return bool(self.format.stochastic)
+
+    def row_bytes(self, numel: int) -> int:
+        """The bytes that a row of `numel` floats takes."""
+        return layout(self.format, numel).row_bytes
+
+    def bits_per_element(self, numel: int = 1 << 20) -> float:
+        """Bits per element of a long row, scales and padding counted."""
+        return 8 * self.row_bytes(numel) / numel
+
+    def config(self) -> dict[str, object]:
+        """Plain values from which `narrowcast.codec` makes this codec again."""
+        return {"name": self.name, **self.given}
+
+    # -- operations: the last dimension is the row, the ones before it count rows ---------------------------------
+
+    def encode(self, rows: Tensor, seed: int | None = None, *, out: Tensor | None = None) -> Tensor:
+        """Encode `rows` [..., numel] to uint8 [..., row_bytes(numel)].
+
+        `seed` drives stochastic rounding and is ignored by codecs that round to nearest. Without one, a fresh
+        seed comes from torch's default generator.
+        """
+        checks.float_rows(rows, "rows")
+        flat, shape = checks.as_matrix(rows.detach(), self.row_bytes(rows.shape[-1]))
+        seed = checks.seed(seed) if self.stochastic else 0
+        recipe = self._recipe(rows.device)
+        if out is None:
+            return ops.encode(flat, *recipe, seed).view(shape)
+        checks.out(out, shape, (torch.uint8,), rows.device)
+        return _write(out, lambda target: ops.encode_(target, flat, *recipe, seed))
+
+    def decode(
+        self, rows: Tensor, numel: int, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Decode `rows` [..., row_bytes(numel)] to [..., numel]."""
+        checks.byte_rows(rows, self, numel, "rows")
+        flat, shape = checks.as_matrix(rows, numel)
+        recipe = self._recipe(rows.device)
+        if out is None:
+            checks.float_dtype(dtype, "dtype")
+            return ops.decode(flat, numel, dtype, *recipe).view(shape)
+        checks.out(out, shape, checks.FLOATS, rows.device)
+        return _write(out, lambda target: ops.decode_(target, flat, *recipe))
+
+    def decode_sum(
+        self,
+        rows: Tensor,
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        own: Tensor | None = None,
+        own_rank: int = 0,
+        divisor: int = 1,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Sum encoded `rows` [ranks, row_bytes(numel)] in order, in fp32: a result of shape [numel].
+
+        `own` [numel], where given, stands exact in the place of row `own_rank`. The sum is divided by `divisor`.
+        """
+        own = checks.summands(rows, self, numel, own, own_rank, divisor)
+        recipe = self._recipe(rows.device)
+        if out is None:
+            checks.float_dtype(dtype, "dtype")
+            return ops.decode_sum(rows, numel, dtype, *recipe, own, own_rank, divisor)
+        checks.out(out, (numel,), checks.FLOATS, rows.device)
+        return _write(out, lambda target: ops.decode_sum_(target[0], rows, *recipe, own, own_rank, divisor))
+
+    def decode_sum_encode(
+        self,
+        rows: Tensor,
+        numel: int,
+        seed: int | None = None,
+        *,
+        own: Tensor | None = None,
+        own_rank: int = 0,
+        divisor: int = 1,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """`decode_sum` and `encode` in one pass: uint8 [row_bytes(numel)]. The heart of a reduction."""
+        own = checks.summands(rows, self, numel, own, own_rank, divisor)
+        seed = checks.seed(seed) if self.stochastic else 0
+        recipe = self._recipe(rows.device)
+        if out is None:
+            return ops.reduce(rows, numel, *recipe, own, own_rank, divisor, seed)
+        checks.out(out, (rows.shape[-1],), (torch.uint8,), rows.device)
+        return _write(
+            out, lambda target: ops.reduce_(target[0], rows, numel, *recipe, own, own_rank, divisor, seed)
+        )
+
+    # -- the bound ----------------------------------------------------------------------------------------------
+
+    def max_error(self, x: Tensor) -> Tensor:
+        """A bound on `|x - decode(encode(x))|`, elementwise, with the result in x's own dtype.
+
+        fp32 (fp64 for fp64 input); infinity in blocks that are not finite. docs/bounds.md derives it.
+        """
+        checks.float_rows(x, "x")
+        rows = self.as_rows(x.detach())
+        numel = rows.shape[1]
+        if rows.numel() == 0:
+            return torch.zeros(x.shape, dtype=checks.at_least_float32(x.dtype), device=x.device)
+        value = reference.to_float32(rows).double()
+        scale, zeros = self._scales(self.encode(rows, 0), numel)
+        bound = self._bound(value, scale, zeros)
+        # The divisions, products and sums on the way each round once, to 2**-24 of the value or 2**-150.
+        bound = bound + value.abs() * 2.0**-20 + 2.0**-148
+        # fp64 rounds to fp32 on the way in, fp16 and bf16 round once more on the way out.
+        bound = bound + (rows.double() - value).abs()
+        if x.dtype in (torch.float16, torch.bfloat16):
+            info = torch.finfo(x.dtype)
+            bound = bound + (value.abs() + bound) * info.eps / 2 + info.smallest_normal * info.eps
+        bound = torch.where(scale.isfinite() & value.isfinite(), bound * (1 + 2.0**-20), math.inf)
+        return bound.to(checks.at_least_float32(x.dtype)).view(x.shape)
+
+    def _bound(self, value: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+        """The error in exact arithmetic of `value` (fp64) in blocks with these scales and zero points."""
+        raise NotImplementedError
+
+    def _scales(self, data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """The scale and the zero point of every element, in fp64, as stored in `data`."""
+        where = layout(self.format, numel)
+        if not where.groups:
+            ones = torch.ones(len(data), numel, dtype=torch.float64, device=data.device)
+            return ones, torch.zeros_like(ones)
+        scale = reference.scale_value(data[:, where.scales_offset : where.zeros_offset], self.format.scale)
+        zeros = torch.zeros_like(scale)
+        if self.format.affine:
+            zeros = data[:, where.zeros_offset : where.zeros_offset + where.groups].float()
+        spread = (t.double().repeat_interleave(where.group_size, 1)[:, :numel] for t in (scale, zeros))
+        return next(spread), next(spread)
+
+    # -- odds -----------------------------------------------------------------------------------------------------
+
+    def as_rows(self, x: Tensor) -> Tensor:
+        """A tensor as the rows it is encoded in: one row, or each vector of its last dimension for block=row."""
+        if self.format.block != ROW or x.dim() == 0:
+            return x.reshape(1, x.numel())
+        return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+    def _recipe(self, device: torch.device) -> Recipe:
+        return Recipe(self.format, self.peak, self._table(device) if self._tables else None)
+
+    def _table(self, device: torch.device) -> Tensor:
+        key = str(device)
+        if key not in self._tables:
+            self._tables[key] = self._tables["cpu"].to(device)
+        return self._tables[key]
+
+    def __repr__(self) -> str:
+        return f"codec({self.spec!r})"
+
+    def __str__(self) -> str:
+        return self.spec
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Codec) and self.spec == other.spec
+
+    def __hash__(self) -> int:
+        return hash(self.spec)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        from narrowcast.codecs.registry import codec
+
+        return codec, (self.config(),)
+
+
+def block_option(value: object, name: str) -> int:
+    """The `Format.block` that the option `block=` stands for."""
+    if value == "row":
+        return ROW
+    if isinstance(value, bool) or not isinstance(value, int) or not 8 <= value <= MAX_BLOCK or value % 8:
+        raise SpecError(
+            f"block={value!r} of codec {name!r}: a block is a multiple of 8 from 8 to {MAX_BLOCK} elements, or "
+            f'"row" for one scale per row. Write for example "{name}:block=64" or "{name}:block=row".'
+        )
+    return value
+
+
+def scale_option(value: object, name: str) -> Scale:
+    """The `Format.scale` that the option `scale=` stands for."""
+    if not isinstance(value, str) or value not in SCALES:
+        raise SpecError(
+            f"scale={value!r} of codec {name!r}: scales are stored as {', '.join(SCALES)}. "
+            f'Write for example "{name}:scale=bf16".'
+        )
+    return SCALES[value]
+
+
+def flag_option(value: object, option: str, name: str) -> bool:
+    """An option that is true or false."""
+    if not isinstance(value, bool):
+        raise SpecError(f'{option}={value!r} of codec {name!r}: write "{option}=true" or leave it out.')
+    return value
+
+
+def differing(**pairs: tuple[object, object]) -> dict[str, object]:
+    """The options, out of `option=(value, default)`, whose value is not the default."""
+    return {option: value for option, (value, default) in pairs.items() if value != default}
+
+
+def _spell(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return "|".join(repr(item) for item in value)
+    return str(value)
+
+
+def _write(out: Tensor, write: object) -> Tensor:
+    """Let `write` fill a matrix of rows: `out` itself where it is contiguous, else a copy that is then copied."""
+    assert callable(write)
+    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    write(target.view(-1, target.shape[-1]) if target.numel() else target.view(0, target.shape[-1]))
+    if target is not out:
+        out.copy_(target)
+    return out

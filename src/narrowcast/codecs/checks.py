@@ -1,0 +1,106 @@
+"""What codecs refuse, and in which words."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import DtypeError, PayloadError, ShapeError, SpecError
+
+if TYPE_CHECKING:
+    from narrowcast.codecs.base import Codec
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOAT_NAMES = "float32, bfloat16, float16 or float64"
+
+
+def float_dtype(dtype: torch.dtype, argument: str) -> None:
+    if dtype not in FLOATS:
+        raise DtypeError(f"{argument}: codecs give {_FLOAT_NAMES}, not {_plain(dtype)}.")
+
+
+def float_rows(x: Tensor, argument: str) -> None:
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"{argument}: expected a torch.Tensor, got {type(x).__name__}. Try torch.as_tensor(...).")
+    if x.dtype not in FLOATS:
+        hint = "encode x.real and x.imag apart" if x.is_complex() else "pass x.float()"
+        raise DtypeError(
+            f"{argument}: codecs take {_FLOAT_NAMES}, not {_plain(x.dtype)}; "
+            f"nothing is converted silently. If that is what you mean, {hint}."
+        )
+    if x.layout != torch.strided:
+        raise DtypeError(f"{argument}: codecs take dense tensors, not {x.layout}. Pass x.to_dense().")
+
+
+def byte_rows(rows: Tensor, codec: Codec, numel: int, argument: str) -> None:
+    if not isinstance(rows, Tensor) or rows.dtype != torch.uint8:
+        found = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        raise DtypeError(f"{argument}: encoded rows are uint8, got {found}. Pass what encode() returned.")
+    if numel < 0:
+        raise ShapeError(f"numel={numel}: a row holds zero or more elements.")
+    expected = codec.row_bytes(numel)
+    if rows.dim() == 0 or rows.shape[-1] != expected:
+        found = rows.shape[-1] if rows.dim() else "no"
+        raise PayloadError(
+            f"{argument}: a row of {numel} elements takes {expected} bytes in codec {codec.spec!r}, but these rows "
+            f"have {found}. The bytes were cut, or made with another codec or numel."
+        )
+
+
+def out(out: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    if not isinstance(out, Tensor) or out.dtype not in dtypes:
+        found = _plain(out.dtype) if isinstance(out, Tensor) else type(out).__name__
+        raise DtypeError(f"out: expected {' or '.join(map(_plain, dtypes))}, got {found}.")
+    if tuple(out.shape) != tuple(shape):
+        raise ShapeError(f"out: expected shape {tuple(shape)}, got {tuple(out.shape)}; out is never resized.")
+    if out.device != device:
+        raise ShapeError(f"out: is on {out.device}, the input on {device}. Allocate out on {device}.")
+    if out.requires_grad:
+        raise ShapeError("out: requires grad, and decoding is not differentiable. Pass out.detach().")
+
+
+def summands(
+    rows: Tensor, codec: Codec, numel: int, own: Tensor | None, own_rank: int, divisor: int
+) -> Tensor | None:
+    """Check the arguments of a sum; returns `own`, contiguous."""
+    byte_rows(rows, codec, numel, "rows")
+    if rows.dim() != 2 or len(rows) == 0:
+        raise ShapeError(f"rows: a sum takes [ranks, row_bytes] with at least one rank, got {tuple(rows.shape)}.")
+    if divisor < 1:
+        raise ShapeError(f"divisor={divisor}: a sum is divided by 1 (SUM) or the number of ranks (AVG).")
+    if own is None:
+        return None
+    float_rows(own, "own")
+    if tuple(own.shape) != (numel,) or own.device != rows.device:
+        raise ShapeError(
+            f"own: expected shape ({numel},) on {rows.device}, got {tuple(own.shape)} on {own.device}."
+        )
+    if not 0 <= own_rank < len(rows):
+        raise ShapeError(f"own_rank={own_rank}: rows has ranks 0 to {len(rows) - 1}.")
+    return own.detach().contiguous()
+
+
+def seed(seed: int | None) -> int:
+    """A seed as the signed 64-bit integer that kernels take; a fresh one where there is none."""
+    if seed is None:
+        if torch.compiler.is_compiling():
+            raise SpecError("seed: inside torch.compile a stochastic codec needs seed=, so that steps differ.")
+        return int(torch.randint(0, 2**62, ()))
+    return (int(seed) + 2**63) % 2**64 - 2**63
+
+
+def as_matrix(rows: Tensor, width: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Rows [..., n] as a matrix whose rows are contiguous, and the shape [..., width] of what they turn into."""
+    lead = rows.shape[:-1]
+    return rows.reshape(math.prod(lead), rows.shape[-1]), (*lead, width)
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,29 @@
+"""Every exception that narrowcast raises.
+
+Each message names the argument, the rule it broke, what it was, and the line that fixes it. All of them
+derive from `NarrowcastError`, and from the builtin that a caller would expect to catch.
+"""
+
+
+class NarrowcastError(Exception):
+    """The base of every exception below."""
+
+
+class SpecError(NarrowcastError, ValueError):
+    """A codec was asked for that does not exist, or with options that cannot be."""
+
+
+class DtypeError(NarrowcastError, TypeError):
+    """A tensor has a dtype that codecs do not take."""
+
+
+class ShapeError(NarrowcastError, ValueError):
+    """A tensor has the wrong shape, device or layout for the call."""
+
+
+class PayloadError(NarrowcastError, ValueError):
+    """Encoded bytes do not fit the codec, shape or dtype they come with."""
+
+
+class KernelWarning(UserWarning):
+    """The plain-torch reference runs where a compiled kernel could."""

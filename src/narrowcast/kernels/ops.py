@@ -1,0 +1,236 @@
+"""The operations as torch operators, and the choice of the kernel that runs them.
+
+`torch.ops.narrowcast.encode`, `decode`, `decode_sum` and `reduce` return new tensors; the ones with a trailing
+underscore write into `out`. A `Recipe` travels as plain numbers and one tensor, so that torch.compile, torch.export
+and the profiler see ordinary operators. Arguments are trusted here: codecs check them.
+
+On the CPU the native core runs, on CUDA Triton. Where one is missing the reference runs instead, and the first
+call says so in a `KernelWarning`. `NARROWCAST_KERNEL` in the environment ("reference", "native/avx2", ...) asks
+for one kernel by name.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from narrowcast.errors import KernelWarning
+from narrowcast.kernels import reference
+from narrowcast.kernels.layout import Format, Recipe, layout
+
+
+class Kernel(Protocol):
+    """What a machine provides: the four operations, writing into `out`. `numel` is out's own where not given."""
+
+    name: str
+
+    def encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None: ...
+
+    def decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None: ...
+
+    def decode_sum(
+        self, out: Tensor, data: Tensor, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
+    ) -> None: ...
+
+    def reduce(
+        self,
+        out: Tensor,
+        data: Tensor,
+        numel: int,
+        recipe: Recipe,
+        own: Tensor | None,
+        own_rank: int,
+        divisor: int,
+        seed: int,
+    ) -> None: ...
+
+
+class Reference:
+    """The reference behind the interface of the compiled kernels."""
+
+    name = "reference"
+
+    def encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
+        out.copy_(reference.encode(rows, recipe, seed))
+
+    def decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
+        out.copy_(reference.decode(data, out.shape[1], recipe, out.dtype))
+
+    def decode_sum(
+        self, out: Tensor, data: Tensor, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
+    ) -> None:
+        out.copy_(reference.decode_sum(data, len(out), recipe, own, own_rank, divisor, out.dtype))
+
+    def reduce(
+        self,
+        out: Tensor,
+        data: Tensor,
+        numel: int,
+        recipe: Recipe,
+        own: Tensor | None,
+        own_rank: int,
+        divisor: int,
+        seed: int,
+    ) -> None:
+        out.copy_(reference.reduce(data, numel, recipe, own, own_rank, divisor, seed))
+
+
+@lru_cache(maxsize=None)
+def kernel_for(device_type: str) -> Kernel:
+    """The kernel that runs on this kind of device, loaded on first use."""
+    wanted = os.environ.get("NARROWCAST_KERNEL", "")
+    if wanted == "reference":
+        return Reference()
+    kernel: Kernel | None = None
+    why = f"it has no kernel for {device_type!r} devices"
+    if device_type == "cpu":
+        from narrowcast.kernels import native
+
+        kernel, why = native.load(wanted.removeprefix("native/"))
+    elif device_type == "cuda":
+        from narrowcast.kernels import gpu
+
+        kernel, why = gpu.load()
+    if kernel is not None:
+        return kernel
+    warnings.warn(
+        f"narrowcast runs its plain-torch reference on {device_type}, right but slow: {why}",
+        KernelWarning,
+        stacklevel=3,
+    )
+    return Reference()
+
+
+# -- implementations: the operators that write into `out` call the kernel, the others allocate first --------------
+
+
+def _encode_(
+    out: Tensor, rows: Tensor, format: Sequence[int], peak: float, table: Tensor | None, seed: int
+) -> None:
+    kernel_for(rows.device.type).encode(out, rows, Recipe(Format(*format), peak, table), seed)
+
+
+def _decode_(out: Tensor, data: Tensor, format: Sequence[int], peak: float, table: Tensor | None) -> None:
+    kernel_for(data.device.type).decode(out, data, Recipe(Format(*format), peak, table))
+
+
+def _decode_sum_(
+    out: Tensor,
+    data: Tensor,
+    format: Sequence[int],
+    peak: float,
+    table: Tensor | None,
+    own: Tensor | None,
+    own_rank: int,
+    divisor: int,
+) -> None:
+    recipe = Recipe(Format(*format), peak, table)
+    kernel_for(data.device.type).decode_sum(out, data, recipe, own, own_rank, divisor)
+
+
+def _reduce_(
+    out: Tensor,
+    data: Tensor,
+    numel: int,
+    format: Sequence[int],
+    peak: float,
+    table: Tensor | None,
+    own: Tensor | None,
+    own_rank: int,
+    divisor: int,
+    seed: int,
+) -> None:
+    recipe = Recipe(Format(*format), peak, table)
+    kernel_for(data.device.type).reduce(out, data, numel, recipe, own, own_rank, divisor, seed)
+
+
+def _encode_shape(rows: Tensor, format: Sequence[int], *rest: object) -> Tensor:
+    row_bytes = layout(Format(*format), rows.shape[1]).row_bytes
+    return torch.empty((rows.shape[0], row_bytes), dtype=torch.uint8, device=rows.device)
+
+
+def _decode_shape(data: Tensor, numel: int, dtype: torch.dtype, *rest: object) -> Tensor:
+    return torch.empty((data.shape[0], numel), dtype=dtype, device=data.device)
+
+
+def _decode_sum_shape(data: Tensor, numel: int, dtype: torch.dtype, *rest: object) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=data.device)
+
+
+def _reduce_shape(data: Tensor, *rest: object) -> Tensor:
+    return torch.empty(data.shape[1], dtype=torch.uint8, device=data.device)
+
+
+def _encode(rows: Tensor, *arguments: object) -> Tensor:
+    out = _encode_shape(rows, *arguments)  # type: ignore[arg-type]
+    _encode_(out, rows, *arguments)  # type: ignore[arg-type]
+    return out
+
+
+def _decode(data: Tensor, numel: int, dtype: torch.dtype, *arguments: object) -> Tensor:
+    out = _decode_shape(data, numel, dtype)
+    _decode_(out, data, *arguments)  # type: ignore[arg-type]
+    return out
+
+
+def _decode_sum(data: Tensor, numel: int, dtype: torch.dtype, *arguments: object) -> Tensor:
+    out = _decode_sum_shape(data, numel, dtype)
+    _decode_sum_(out, data, *arguments)  # type: ignore[arg-type]
+    return out
+
+
+def _reduce(data: Tensor, *arguments: object) -> Tensor:
+    out = _reduce_shape(data)
+    _reduce_(out, data, *arguments)  # type: ignore[arg-type]
+    return out
+
+
+def _writes_out(*arguments: object) -> None:
+    return None
+
+
+# -- declarations ---------------------------------------------------------------------------------------------------
+
+_RECIPE = "int[] format, float peak, Tensor? table"
+_SUM = "Tensor? own, int own_rank, int divisor"
+_library = Library("narrowcast", "DEF")
+for _name, _schema, _implementation, _fake in (
+    ("encode", f"(Tensor rows, {_RECIPE}, int seed) -> Tensor", _encode, _encode_shape),
+    ("encode_", f"(Tensor(a!) out, Tensor rows, {_RECIPE}, int seed) -> ()", _encode_, _writes_out),
+    ("decode", f"(Tensor data, SymInt numel, ScalarType dtype, {_RECIPE}) -> Tensor", _decode, _decode_shape),
+    ("decode_", f"(Tensor(a!) out, Tensor data, {_RECIPE}) -> ()", _decode_, _writes_out),
+    (
+        "decode_sum",
+        f"(Tensor data, SymInt numel, ScalarType dtype, {_RECIPE}, {_SUM}) -> Tensor",
+        _decode_sum,
+        _decode_sum_shape,
+    ),
+    ("decode_sum_", f"(Tensor(a!) out, Tensor data, {_RECIPE}, {_SUM}) -> ()", _decode_sum_, _writes_out),
+    ("reduce", f"(Tensor data, SymInt numel, {_RECIPE}, {_SUM}, int seed) -> Tensor", _reduce, _reduce_shape),
+    (
+        "reduce_",
+        f"(Tensor(a!) out, Tensor data, SymInt numel, {_RECIPE}, {_SUM}, int seed) -> ()",
+        _reduce_,
+        _writes_out,
+    ),
+):
+    _library.define(_name + _schema)
+    _library.impl(_name, _implementation, "CPU")
+    _library.impl(_name, _implementation, "CUDA")
+    register_fake(f"narrowcast::{_name}", _fake, lib=_library)
+
+encode = torch.ops.narrowcast.encode.default
+encode_ = torch.ops.narrowcast.encode_.default
+decode = torch.ops.narrowcast.decode.default
+decode_ = torch.ops.narrowcast.decode_.default
+decode_sum = torch.ops.narrowcast.decode_sum.default
+decode_sum_ = torch.ops.narrowcast.decode_sum_.default
+reduce = torch.ops.narrowcast.reduce.default
+reduce_ = torch.ops.narrowcast.reduce_.default

@@ -1,0 +1,107 @@
+"""An encoded tensor, and the two functions that make it and read it.
+
+A tensor is encoded as one row; with `block=row`, each vector of its last dimension is a row of its own. A `Payload` is
+those rows end to end, with what is needed to read them. Its bytes carry no header: files and messages that need one
+write their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowcast.codecs import Codec, checks, codec as as_codec
+from narrowcast.codecs.base import ROW
+from narrowcast.errors import DtypeError, PayloadError, ShapeError
+
+
+@dataclass(frozen=True, eq=False)
+class Payload:
+    """An encoded tensor: bytes, and how to read them."""
+
+    data: Tensor
+    """The encoded rows end to end: 1-D, uint8."""
+    codec: Codec
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, Tensor) or self.data.dtype != torch.uint8 or self.data.dim() != 1:
+            raise PayloadError("data: a payload's bytes are a 1-D uint8 tensor. Pass data.view(torch.uint8).flatten().")
+        checks.float_dtype(self.dtype, "dtype")
+        expected = payload_bytes(self.codec, self.shape)
+        if self.data.numel() != expected:
+            raise PayloadError(
+                f"data: a tensor of shape {tuple(self.shape)} takes {expected} bytes in codec {self.codec.spec!r}, "
+                f"got {self.data.numel()}. The bytes were cut or padded, or the codec or shape is another one."
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def to(self, device: torch.device | str) -> Payload:
+        """The same bytes on another device."""
+        return Payload(self.data.to(device), self.codec, self.shape, self.dtype)
+
+    def __repr__(self) -> str:
+        return (
+            f"Payload({self.codec.spec!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"nbytes={self.nbytes}, device={str(self.device)!r})"
+        )
+
+
+def encode(x: Tensor, codec: str | Codec | Mapping[str, Any], *, seed: int | None = None) -> Payload:
+    """Encode a float tensor of any shape.
+
+    >>> payload = encode(torch.randn(1000), "int4")
+    >>> payload.nbytes
+    544
+    """
+    chosen = as_codec(codec)
+    checks.float_rows(x, "x")
+    rows = chosen.encode(chosen.as_rows(x.detach()), seed)
+    return Payload(rows.view(-1), chosen, x.shape, x.dtype)
+
+
+def decode(payload: Payload, *, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Decode a payload, into `out` where given, else into a new tensor of `dtype` (default: the original's)."""
+    if not isinstance(payload, Payload):
+        raise PayloadError(f"payload: expected a Payload from encode(), got {type(payload).__name__}.")
+    codec, shape = payload.codec, payload.shape
+    rows, numel = _matrix(codec, shape)
+    data = payload.data.view(rows, -1) if rows else payload.data.view(0, codec.row_bytes(numel))
+    if out is None:
+        return codec.decode(data, numel, dtype or payload.dtype).view(shape)
+    checks.out(out, tuple(shape), checks.FLOATS, payload.device)
+    if dtype not in (None, out.dtype):
+        raise DtypeError(f"dtype={dtype}: out is {out.dtype}. Drop dtype=, or pass an out of that dtype.")
+    if out.is_contiguous():
+        codec.decode(data, numel, out=out.view(rows, numel))
+    else:
+        out.copy_(codec.decode(data, numel, out.dtype).view(shape))
+    return out
+
+
+def payload_bytes(codec: Codec, shape: torch.Size) -> int:
+    """The bytes that a tensor of this shape takes."""
+    rows, numel = _matrix(codec, shape)
+    return rows * codec.row_bytes(numel)
+
+
+def _matrix(codec: Codec, shape: torch.Size) -> tuple[int, int]:
+    """How many rows a tensor of this shape has, and how long each is."""
+    if any(size < 0 for size in shape):
+        raise ShapeError(f"shape={tuple(shape)}: sizes are zero or more.")
+    if codec.format.block != ROW or not shape:
+        return 1, math.prod(shape)
+    return math.prod(shape[:-1]), shape[-1]
