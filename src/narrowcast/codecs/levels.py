@@ -90,7 +90,7 @@ class APoT(Levels):
     def __init__(
         self, bits: int, *, k: int = 2, block: int | str | None = None, scale: str | None = None
     ) -> None:
-        table = [float(level) for level in _signed(_apot_integers(bits - 1, k, bits))]
+        table = _table(_apot_integers(bits - 1, k, bits))
         super().__init__(table, block=block, scale=scale, name=f"apot{bits}", given=differing(k=(k, 2)))
 
 
@@ -100,7 +100,7 @@ class PoT(Levels):
     options: ClassVar[tuple[str, ...]] = ("block", "scale")
 
     def __init__(self, bits: int, *, block: int | str | None = None, scale: str | None = None) -> None:
-        table = [float(level) for level in _signed(_apot_integers(bits - 1, bits - 1, bits))]
+        table = _table(_apot_integers(bits - 1, bits - 1, bits))
         super().__init__(table, block=block, scale=scale, name=f"pot{bits}", given={})
 
 
@@ -128,6 +128,11 @@ def apot_levels(bits: int, k: int = 2, signed: bool = True) -> Tensor:
 
 def _signed(grid: list[int]) -> list[int]:
     return [-level for level in reversed(grid[1:])] + grid
+
+
+def _table(grid: list[int]) -> list[float]:
+    """A signed grid as floats: the integers themselves, or, past 2**16, a power of two times them."""
+    return [math.ldexp(level, -max(0, grid[-1].bit_length() - 16)) for level in _signed(grid)]
 
 
 def _apot_integers(width: int, k: int, bits: int) -> list[int]:

@@ -1,2 +1,182 @@
-def load(isa):
-    return None, "stub"
+"""The compiled CPU core, through ctypes.
+
+One shared library serves every Python and every torch: it knows pointers, strides and a `Spec`, not tensors. ctypes lets
+go of the GIL during a call. The instruction set (avx512, avx2, plain) is chosen when the library is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from narrowcast import kernels
+from narrowcast.kernels.layout import Format, Recipe, layout, scaling
+
+ABI = 1
+ISAS = ("plain", "avx2", "avx512")
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+LIBRARY = "_narrowcast_core"
+
+GRAIN = 1 << 18
+"""Elements that are worth a thread of their own: waking one costs what encoding about 100,000 elements does."""
+
+
+class Spec(ctypes.Structure):
+    """Mirrors `Spec` in native_core/core.h."""
+
+    _fields_ = (
+        ("element", c_int32),
+        ("bits", c_int32),
+        ("scale", c_int32),
+        ("stochastic", c_int32),
+        ("signed_scale", c_int32),
+        ("reserved", c_int32),
+        ("step", c_float),
+        ("limit", c_float),
+        ("numel", c_int64),
+        ("groups", c_int64),
+        ("group_size", c_int64),
+        ("codes_bytes", c_int64),
+        ("scales_offset", c_int64),
+        ("zeros_offset", c_int64),
+        ("row_bytes", c_int64),
+        ("levels", c_void_p),
+        ("thresholds", c_void_p),
+    )
+
+
+@lru_cache(maxsize=4096)
+def spec(format: Format, peak: float, numel: int, table: int) -> object:
+    """A pointer to the `Spec` of a row; `table` is the address of the codec's table, or 0."""
+    where = layout(format, numel)
+    made = Spec(
+        format.element,
+        format.bits,
+        format.scale,
+        format.stochastic,
+        format.signed_scale,
+        0,
+        *scaling(format, peak),
+        numel,
+        where.groups,
+        where.group_size,
+        where.codes_bytes,
+        where.scales_offset,
+        where.zeros_offset,
+        where.row_bytes,
+        table or None,
+        table + 4 * 2**format.bits if table else None,
+    )
+    return ctypes.pointer(made)
+
+
+class Native:
+    """The four operations on CPU tensors."""
+
+    def __init__(self, library: ctypes.CDLL, isa: int) -> None:
+        self.name = f"native/{ISAS[isa]}"
+        self._isa = isa
+        address, i32, i64, u64 = c_void_p, c_int32, c_int64, c_uint64
+        summands = (address, address, i64, i64, address, i32, i64, i64)
+        self._encode = _function(library, "nc_encode", address, address, i32, i64, i64, address, i64, u64, i32, i32)
+        self._decode = _function(library, "nc_decode", address, address, i64, i64, address, i32, i64, i32, i32)
+        self._sum = _function(library, "nc_sum", *summands, address, i32, i32, i32)
+        self._reduce = _function(library, "nc_reduce", *summands, address, u64, i32, i32)
+
+    def encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
+        if rows.stride(1) != 1 and rows.shape[1] > 1:
+            rows = rows.contiguous()
+        count, numel = rows.shape
+        if rows.numel():
+            what = _spec(recipe, numel)
+            source = rows.data_ptr(), DTYPES[rows.dtype], rows.stride(0), count
+            seed %= 2**64
+            _check(self._encode(what, *source, out.data_ptr(), out.stride(0), seed, _threads(rows.numel()), self._isa))
+
+    def decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
+        data = _contiguous(data)
+        if out.numel():
+            what = _spec(recipe, out.shape[1])
+            target = out.data_ptr(), DTYPES[out.dtype], out.stride(0)
+            threads = _threads(out.numel())
+            _check(self._decode(what, data.data_ptr(), data.stride(0), len(data), *target, threads, self._isa))
+
+    def decode_sum(
+        self, out: Tensor, data: Tensor, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
+    ) -> None:
+        data = _contiguous(data)
+        if out.numel():
+            summands = _summands(data, len(out), recipe, own, own_rank, divisor)
+            threads = _threads(len(out) * len(data))
+            _check(self._sum(*summands, out.data_ptr(), DTYPES[out.dtype], threads, self._isa))
+
+    def reduce(
+        self,
+        out: Tensor,
+        data: Tensor,
+        numel: int,
+        recipe: Recipe,
+        own: Tensor | None,
+        own_rank: int,
+        divisor: int,
+        seed: int,
+    ) -> None:
+        data = _contiguous(data)
+        if numel:
+            summands = _summands(data, numel, recipe, own, own_rank, divisor)
+            threads = _threads(numel * len(data))
+            _check(self._reduce(*summands, out.data_ptr(), seed % 2**64, threads, self._isa))
+
+
+def load(isa: str = "") -> tuple[Native | None, str]:
+    """The core for this CPU (or for `isa`), or None and the reason why there is none."""
+    for folder in kernels.__path__:
+        for path in sorted(Path(folder).glob(f"{LIBRARY}*")):
+            library = ctypes.CDLL(str(path))
+            if library.nc_abi() != ABI:
+                return None, f"{path} was built for another version. Run: pip install --force-reinstall narrowcast"
+            best = library.nc_best_isa()
+            if isa and (isa not in ISAS or ISAS.index(isa) > best):
+                return None, f"NARROWCAST_KERNEL asks for native/{isa}, and this CPU runs {ISAS[: best + 1]}."
+            return Native(library, ISAS.index(isa) if isa else best), ""
+    return None, (
+        "its native core was not built when it was installed, because there was no C++ compiler. "
+        "Install one (g++ or clang++) and run: pip install --force-reinstall --no-deps narrowcast"
+    )
+
+
+def _function(library: ctypes.CDLL, name: str, *arguments: type) -> ctypes._NamedFuncPointer:
+    function = getattr(library, name)
+    function.argtypes = arguments
+    function.restype = c_int32
+    return function  # type: ignore[no-any-return]
+
+
+def _spec(recipe: Recipe, numel: int) -> object:
+    table = recipe.table
+    return spec(recipe.format, recipe.peak, numel, 0 if table is None else table.data_ptr())
+
+
+def _summands(
+    data: Tensor, numel: int, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
+) -> tuple[object, ...]:
+    address, dtype = (None, 0) if own is None else (own.data_ptr(), DTYPES[own.dtype])
+    return _spec(recipe, numel), data.data_ptr(), data.stride(0), len(data), address, dtype, own_rank, divisor
+
+
+def _contiguous(data: Tensor) -> Tensor:
+    return data if data.stride(-1) == 1 else data.contiguous()
+
+
+def _threads(elements: int) -> int:
+    return 1 if elements < 2 * GRAIN else min(torch.get_num_threads(), elements // GRAIN)
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise MemoryError("narrowcast's native core ran out of memory")

@@ -1,0 +1,209 @@
+// The C ABI: cuts rows into tasks, gives them to threads, and picks the kernels for this CPU.
+
+#include <algorithm>
+#include <vector>
+
+#include "core.h"
+#include "pool.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+using namespace nc;
+
+const Kernels* kernels(int32_t isa) {
+#if defined(__x86_64__)
+    if (isa == 2) return &kernels_avx512;
+    if (isa == 1) return &kernels_avx2;
+#endif
+    return &kernels_plain;
+}
+
+// Denormals count, whatever torch.set_flush_denormal says: the bytes must be the same everywhere.
+class KeepDenormals {
+#if defined(__x86_64__)
+    unsigned saved_ = _mm_getcsr();
+
+   public:
+    KeepDenormals() { _mm_setcsr(0x1F80); }
+    ~KeepDenormals() { _mm_setcsr(saved_); }
+#elif defined(__aarch64__)
+    uint64_t saved_;
+
+   public:
+    KeepDenormals() {
+        asm volatile("mrs %0, fpcr" : "=r"(saved_));
+        asm volatile("msr fpcr, %0" : : "r"(uint64_t(0)));
+    }
+    ~KeepDenormals() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+#else
+   public:
+    KeepDenormals() {}
+#endif
+};
+
+int32_t parallel(int64_t tasks, int32_t threads, const std::function<void(int64_t)>& work) {
+    auto guarded = [&](int64_t task) {
+        KeepDenormals keep;
+        work(task);
+    };
+    if (threads > 1 && tasks > 1) return Pool::run(tasks, threads, guarded) ? 0 : 1;
+    try {
+        for (int64_t task = 0; task < tasks; ++task) guarded(task);
+    } catch (...) {
+        return 1;
+    }
+    return 0;
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// A row in parts of about CHUNK elements that each hold whole groups, or that start at multiples of CHUNK.
+struct Parts {
+    int64_t size, count;
+    explicit Parts(const Spec& spec, bool whole_groups) : size(CHUNK) {
+        if (whole_groups && spec.group_size) size = std::max<int64_t>(1, CHUNK / spec.group_size) * spec.group_size;
+        count = ceil_div(spec.numel, size);
+    }
+};
+
+Floats row_of(const void* data, int32_t dtype, int64_t stride, int64_t row) {
+    static constexpr int64_t bytes[] = {4, 2, 2, 8};
+    return Floats{static_cast<const uint8_t*>(data) + row * stride * bytes[dtype], dtype};
+}
+
+// What no part writes: the gap before the scales and the padding at the end.
+void clear_gaps(const Spec& spec, uint8_t* out) {
+    std::fill(out + spec.codes_bytes, out + spec.scales_offset, uint8_t(0));
+    int64_t end = spec.zeros_offset + (spec.element == AFFINE ? spec.groups : 0);
+    std::fill(out + end, out + spec.row_bytes, uint8_t(0));
+}
+
+// One group that is larger than a part: measure the parts, settle the scale, quantize the parts.
+int32_t encode_large(const Kernels& k, const Spec& spec, Floats row, uint8_t* out, uint64_t key, int32_t threads) {
+    Parts parts(spec, false);
+    std::vector<Batch> batches(size_t(ceil_div(parts.count, Batch::SIZE)));
+    auto count_of = [&](int64_t part) { return std::min(parts.size, spec.numel - part * parts.size); };
+    int32_t failed = parallel(parts.count, threads, [&](int64_t part) {
+        k.measure(spec, row, part * parts.size, count_of(part), batches[size_t(part / Batch::SIZE)], part % Batch::SIZE);
+    });
+    if (failed) return failed;
+    for (int64_t step = 1; step < parts.count; step *= 2) {
+        for (int64_t i = 0; i + step < parts.count; i += 2 * step) {
+            int64_t j = i + step, to = i % Batch::SIZE, from = j % Batch::SIZE;
+            Batch &left = batches[size_t(i / Batch::SIZE)], &right = batches[size_t(j / Batch::SIZE)];
+            left.key[to] = std::max(left.key[to], right.key[from]);
+            left.low[to] = std::min(left.low[to], right.low[from]);
+            left.high[to] = std::max(left.high[to], right.high[from]);
+            left.sum[to] += right.sum[from];
+        }
+    }
+    KeepDenormals keep;
+    Batch& all = batches[0];
+    k.settle(spec, all, 0, 1, spec.numel, out);
+    Scaling by{all.scale[0], all.inverse[0], all.zero[0]};
+    return parallel(parts.count, threads, [&](int64_t part) {
+        k.quantize(spec, row, part * parts.size, count_of(part), by, out, key);
+    });
+}
+
+}  // namespace
+
+#if defined(_WIN32)
+#define NC_EXPORT extern "C" __declspec(dllexport)
+#else
+#define NC_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+NC_EXPORT int32_t nc_abi() { return 1; }
+
+// The best of plain (0), avx2 (1) and avx512 (2) that this CPU runs.
+NC_EXPORT int32_t nc_best_isa() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+    bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                  __builtin_cpu_supports("avx512vbmi");
+    return avx512 ? 2 : avx2 ? 1 : 0;
+#else
+    return 0;
+#endif
+}
+
+NC_EXPORT int32_t nc_encode(const Spec* spec, const void* data, int32_t dtype, int64_t stride, int64_t rows, uint8_t* out,
+                            int64_t out_stride, uint64_t seed, int32_t threads, int32_t isa) {
+    const Kernels& k = *kernels(isa);
+    auto key_of = [&](int64_t row) { return mix64(mix64(seed) + uint64_t(row)); };
+    bool large = spec->group_size > CHUNK;
+    if (large) {
+        for (int64_t row = 0; row < rows; ++row) {
+            uint8_t* to = out + row * out_stride;
+            clear_gaps(*spec, to);
+            if (encode_large(k, *spec, row_of(data, dtype, stride, row), to, key_of(row), threads)) return 1;
+        }
+        return 0;
+    }
+    Parts parts(*spec, true);
+    return parallel(rows * parts.count, threads, [&](int64_t task) {
+        int64_t row = task / parts.count, begin = task % parts.count * parts.size;
+        int64_t count = std::min(parts.size, spec->numel - begin);
+        uint8_t* to = out + row * out_stride;
+        Floats from = row_of(data, dtype, stride, row);
+        if (begin == 0) clear_gaps(*spec, to);
+        if (spec->scale == NO_SCALE) k.quantize(*spec, from, begin, count, Scaling{1.0f, 1.0f, 0}, to, 0);
+        else k.encode(*spec, from, begin, count, to, key_of(row));
+    });
+}
+
+NC_EXPORT int32_t nc_decode(const Spec* spec, const uint8_t* data, int64_t stride, int64_t rows, void* out, int32_t dtype,
+                            int64_t out_stride, int32_t threads, int32_t isa) {
+    const Kernels& k = *kernels(isa);
+    Parts parts(*spec, spec->group_size <= CHUNK);
+    return parallel(rows * parts.count, threads, [&](int64_t task) {
+        int64_t row = task / parts.count, begin = task % parts.count * parts.size;
+        Floats to = row_of(out, dtype, out_stride, row);
+        k.decode(*spec, data + row * stride, begin, std::min(parts.size, spec->numel - begin), const_cast<void*>(to.data), dtype);
+    });
+}
+
+NC_EXPORT int32_t nc_sum(const Spec* spec, const uint8_t* data, int64_t stride, int64_t ranks, const void* own,
+                         int32_t own_dtype, int64_t own_rank, int64_t divisor, void* out, int32_t dtype, int32_t threads,
+                         int32_t isa) {
+    const Kernels& k = *kernels(isa);
+    Parts parts(*spec, spec->group_size <= CHUNK);
+    return parallel(parts.count, threads, [&](int64_t part) {
+        int64_t begin = part * parts.size, count = std::min(parts.size, spec->numel - begin);
+        k.sum(*spec, data, stride, ranks, Floats{own, own_dtype}, own_rank, divisor, begin, count, out, dtype);
+    });
+}
+
+NC_EXPORT int32_t nc_reduce(const Spec* spec, const uint8_t* data, int64_t stride, int64_t ranks, const void* own,
+                            int32_t own_dtype, int64_t own_rank, int64_t divisor, uint8_t* out, uint64_t seed,
+                            int32_t threads, int32_t isa) {
+    const Kernels& k = *kernels(isa);
+    uint64_t key = mix64(mix64(seed));
+    if (spec->group_size > CHUNK) {
+        try {
+            std::vector<float> total(size_t(spec->numel));
+            if (nc_sum(spec, data, stride, ranks, own, own_dtype, own_rank, divisor, total.data(), F32, threads, isa)) return 1;
+            clear_gaps(*spec, out);
+            return encode_large(k, *spec, Floats{total.data(), F32}, out, key, threads);
+        } catch (...) {
+            return 1;
+        }
+    }
+    // Parts of about 8192 elements, whose sums stay in the first-level cache until they are encoded.
+    int64_t size = spec->group_size ? std::max<int64_t>(1, 8192 / spec->group_size) * spec->group_size : 8192;
+    clear_gaps(*spec, out);
+    Parts parts(*spec, true);
+    return parallel(parts.count, threads, [&](int64_t part) {
+        std::vector<float> scratch(size_t(std::min(size, spec->numel)));
+        int64_t end = std::min((part + 1) * parts.size, spec->numel);
+        for (int64_t begin = part * parts.size; begin < end; begin += size) {
+            k.reduce(*spec, data, stride, ranks, Floats{own, own_dtype}, own_rank, divisor, begin,
+                     std::min(size, end - begin), scratch.data(), out, key);
+        }
+    });
+}

@@ -1,0 +1,399 @@
+// The loops over a row: batches of groups, groups, pieces of up to 64 elements. Compiled once per instruction set (NC_ISA).
+//
+// Pieces start at multiples of 8 elements, so their codes start at a whole byte. What is left over at the end of a group
+// goes through zero-padded copies: nothing outside a row is read or written.
+
+#include "scales.h"
+
+namespace {
+
+constexpr int64_t BATCH = 4096;  // elements that are measured, then quantized while they are in the first-level cache
+
+// Thresholds in the order in which a binary search meets them: step by step, each step by index.
+struct Nodes {
+    alignas(64) float node[256];
+    explicit Nodes(const Spec& spec) {
+        if (spec.element != LEVELS) return;
+        for (int step = 0, at = 0; step < spec.bits; ++step) {
+            int stride = 1 << (spec.bits - 1 - step);
+            for (int index = 0; index < 1 << step; ++index) node[at++] = spec.thresholds[(2 * index + 1) * stride - 1];
+        }
+    }
+};
+
+// -- encoding ------------------------------------------------------------------------------------------------------------
+
+template <int ELEMENT, int BITS>
+inline void quantize_piece(const Spec& spec, const float* x, int64_t index, Scaling by, const Nodes& nodes, Dice dice,
+                           uint8_t* codes) {
+    if constexpr (ELEMENT == INT || ELEMENT == AFFINE) {
+        if (spec.stochastic) {
+            alignas(64) float draws[PIECE];
+            dice.roll(index, draws, PIECE);
+            if constexpr (ELEMENT == INT) return quantize_int_randomly<BITS>(x, by, draws, codes);
+            if constexpr (ELEMENT == AFFINE) return quantize_affine<BITS>(x, by, draws, codes);
+        }
+    }
+    if constexpr (ELEMENT == INT) {
+        spec.signed_scale ? quantize_int<BITS, true>(x, by, codes) : quantize_int<BITS, false>(x, by, codes);
+    }
+    if constexpr (ELEMENT == AFFINE) quantize_affine<BITS>(x, by, codes);
+    if constexpr (ELEMENT == LEVELS) quantize_levels<BITS>(x, by, nodes.node, codes);
+    if constexpr (ELEMENT == SIGN) quantize_sign(x, codes);
+    if constexpr (ELEMENT == E4M3) quantize_float<Fp8E4M3>(x, by.inverse, codes);
+    if constexpr (ELEMENT == E5M2) quantize_float<Fp8E5M2>(x, by.inverse, codes);
+}
+
+// `count` elements of one group, the first of which is the row's element `begin`.
+template <int ELEMENT, int BITS>
+inline void quantize_as(const Spec& spec, const float* x, int64_t begin, int64_t count, Scaling by, const Nodes& nodes,
+                        Dice dice, uint8_t* out) {
+    alignas(64) uint8_t codes[PIECE], packed[PIECE];
+    uint8_t* to = out + begin * BITS / 8;
+    if (by.inverse == 0.0f) {
+        std::memset(to, 0, size_t((count * BITS + 7) / 8));
+        return;
+    }
+    int64_t i = 0;
+    for (; i + PIECE <= count; i += PIECE, to += 8 * BITS) {
+        if constexpr (BITS == 8) {
+            quantize_piece<ELEMENT, BITS>(spec, x + i, begin + i, by, nodes, dice, to);
+        } else {
+            quantize_piece<ELEMENT, BITS>(spec, x + i, begin + i, by, nodes, dice, codes);
+            pack<BITS>(codes, to);
+        }
+    }
+    if (int64_t n = count - i) {
+        alignas(64) float padded[PIECE] = {};
+        std::memcpy(padded, x + i, size_t(n) * 4);
+        quantize_piece<ELEMENT, BITS>(spec, padded, begin + i, by, nodes, dice, codes);
+        std::fill(codes + n, codes + PIECE, uint8_t(0));
+        pack<BITS>(codes, packed);
+        std::memcpy(to, packed, size_t((n * BITS + 7) / 8));
+    }
+}
+
+// fp32, fp16 and bf16 rows have no groups and no packing.
+void quantize_wide(const Spec& spec, Floats row, int64_t begin, int64_t count, uint8_t* out) {
+    alignas(64) float buffer[BATCH];
+    int32_t dtype = spec.element == FP32 ? F32 : spec.element == FP16 ? F16 : B16;
+    for (int64_t i = begin; i < begin + count; i += BATCH) {
+        int64_t n = std::min(BATCH, begin + count - i);
+        store(load(row, i, n, buffer), out, dtype, i, n);
+    }
+}
+
+struct Encoding {
+    const Spec& spec;
+    Floats row;
+    int64_t begin, count;
+    Scaling by;
+    uint8_t* out;
+    Dice dice;
+};
+
+// Part of a group whose scale is known, or of a plain cast.
+struct Quantize : Encoding {
+    template <int ELEMENT, int BITS>
+    void call() const {
+        alignas(64) float buffer[BATCH];
+        const Nodes nodes(spec);
+        for (int64_t i = begin; i < begin + count; i += BATCH) {
+            int64_t n = std::min(BATCH, begin + count - i);
+            quantize_as<ELEMENT, BITS>(spec, load(row, i, n, buffer), i, n, by, nodes, dice, out);
+        }
+    }
+    void wide() const { quantize_wide(spec, row, begin, count, out); }
+};
+
+struct EncodeGroups : Encoding {
+    template <int ELEMENT, int BITS>
+    void call() const {
+        alignas(64) float buffer[BATCH];
+        const Nodes nodes(spec);
+        Batch batch;
+        const int64_t size = spec.group_size, end = begin + count;
+        const int64_t groups = std::max<int64_t>(1, std::min<int64_t>(Batch::SIZE, BATCH / size));
+        for (int64_t i = begin; i < end; i += groups * size) {
+            int64_t n = std::min(groups * size, end - i), here = (n + size - 1) / size;
+            if (n <= BATCH) {
+                const float* x = load(row, i, n, buffer);
+                measure_batch<ELEMENT>(x, n, size, batch);
+                settle_batch<ELEMENT>(spec, batch, i / size, here, n - (here - 1) * size, out);
+                for (int64_t g = 0; g < here; ++g) {
+                    Scaling by{batch.scale[g], batch.inverse[g], batch.zero[g]};
+                    quantize_as<ELEMENT, BITS>(spec, x + g * size, i + g * size, std::min(size, n - g * size), by, nodes, dice, out);
+                }
+            } else {
+                measure_large<ELEMENT>(row, i, n, batch, 0);
+                settle_batch<ELEMENT>(spec, batch, i / size, 1, n, out);
+                Scaling by{batch.scale[0], batch.inverse[0], batch.zero[0]};
+                Quantize{{spec, row, i, n, by, out, dice}}.template call<ELEMENT, BITS>();
+            }
+        }
+    }
+    void wide() const {}
+
+    // One group that does not fit into a batch.
+    template <int ELEMENT>
+    static void measure_large(Floats row, int64_t begin, int64_t count, Batch& batch, int64_t slot) {
+        alignas(64) float buffer[BATCH];
+        PairSum pairs;
+        batch.key[slot] = 0, batch.low[slot] = 0, batch.high[slot] = 0;
+        for (int64_t i = 0; i < count; i += BATCH) {
+            int64_t n = std::min(BATCH, count - i);
+            const float* x = load(row, begin + i, n, buffer);
+            measure_range<ELEMENT == AFFINE>(x, n, batch, slot);
+            if (ELEMENT == SIGN) pairs.add(magnitude_sum(x, n));
+        }
+        batch.sum[slot] = pairs.total();
+    }
+};
+
+struct Measure {
+    Floats row;
+    int64_t begin, count;
+    Batch& batch;
+    int64_t slot;
+    template <int ELEMENT, int BITS>
+    void call() const {
+        EncodeGroups::measure_large<ELEMENT>(row, begin, count, batch, slot);
+    }
+    void wide() const {}
+};
+
+struct Settle {
+    const Spec& spec;
+    Batch& batch;
+    int64_t group, groups, last_count;
+    uint8_t* out;
+    template <int ELEMENT, int BITS>
+    void call() const {
+        settle_batch<ELEMENT>(spec, batch, group, groups, last_count, out);
+    }
+    void wide() const {}
+};
+
+// -- decoding ------------------------------------------------------------------------------------------------------------
+
+template <int ELEMENT, int BITS>
+inline void dequantize_piece(const Spec& spec, const uint8_t* codes, Scaling by, float* out) {
+    if constexpr (ELEMENT == INT) dequantize_int<BITS>(codes, by, out);
+    if constexpr (ELEMENT == AFFINE) dequantize_affine(codes, by, out);
+    if constexpr (ELEMENT == LEVELS) dequantize_levels<BITS>(codes, by, spec.levels, out);
+    if constexpr (ELEMENT == SIGN) dequantize_sign(codes, by, out);
+    if constexpr (ELEMENT == E4M3) dequantize_float<Fp8E4M3>(codes, by.scale, out);
+    if constexpr (ELEMENT == E5M2) dequantize_float<Fp8E5M2>(codes, by.scale, out);
+    if (!(std::fabs(by.scale) < HUGE_VALF)) {
+        for (int i = 0; i < PIECE; ++i) out[i] = canonical(out[i]);
+    }
+}
+
+// Decodes [begin, begin + count) piece by piece. A whole piece goes where target(offset) points, a partial one through a
+// buffer; done(offset, n, floats) hears of each.
+template <int ELEMENT, int BITS, class Target, class Done>
+inline void dequantize_as(const Spec& spec, const uint8_t* data, int64_t begin, int64_t count, Target target, Done done) {
+    alignas(64) uint8_t codes[PIECE], packed[PIECE];
+    alignas(64) float part[PIECE];
+    const int64_t size = spec.group_size ? spec.group_size : spec.numel, end = begin + count;
+    int64_t group = begin / size;
+    for (int64_t i = begin; i < end; ++group) {
+        const Scaling by = read_scale(spec, data, group);
+        const int64_t group_end = std::min({(group + 1) * size, spec.numel, end});
+        for (; i + PIECE <= group_end; i += PIECE) {
+            const uint8_t* from = data + i * BITS / 8;
+            if constexpr (BITS != 8) {
+                unpack<BITS>(from, codes);
+                from = codes;
+            }
+            float* to = target(i - begin);
+            dequantize_piece<ELEMENT, BITS>(spec, from, by, to);
+            done(i - begin, PIECE, to);
+        }
+        if (int64_t n = group_end - i; n > 0) {
+            size_t bytes = size_t((n * BITS + 7) / 8);
+            std::memset(packed, 0, PIECE);
+            std::memcpy(packed, data + i * BITS / 8, bytes);
+            unpack<BITS>(packed, codes);
+            dequantize_piece<ELEMENT, BITS>(spec, codes, by, part);
+            done(i - begin, n, part);
+            i = group_end;
+        }
+    }
+}
+
+inline void widen_row(const Spec& spec, const uint8_t* data, int64_t begin, int64_t count, float* out) {
+    const uint8_t* from = data + begin * (spec.bits / 8);
+    if (spec.element == FP32) {
+        std::memcpy(out, from, size_t(count) * 4);
+    } else if (spec.element == FP16) {
+        widen_half(reinterpret_cast<const uint16_t*>(from), out, count);
+    } else {
+        const uint16_t* in = reinterpret_cast<const uint16_t*>(from);
+        for (int64_t i = 0; i < count; ++i) out[i] = Brain::widen(in[i]);
+    }
+}
+
+struct Decode {
+    const Spec& spec;
+    const uint8_t* data;
+    int64_t begin, count;
+    void* out;
+    int32_t dtype;
+    int64_t origin;  // the row's element that out[0] stands for
+
+    template <int ELEMENT, int BITS>
+    void call() const {
+        float* floats = static_cast<float*>(out) + (begin - origin);
+        if (dtype == F32) {
+            auto done = [&](int64_t i, int64_t n, const float* x) {
+                if (x != floats + i) std::memcpy(floats + i, x, size_t(n) * 4);
+            };
+            dequantize_as<ELEMENT, BITS>(spec, data, begin, count, [&](int64_t i) { return floats + i; }, done);
+        } else {
+            alignas(64) float buffer[PIECE];
+            auto done = [&](int64_t i, int64_t n, const float* x) { store(x, out, dtype, begin - origin + i, n); };
+            dequantize_as<ELEMENT, BITS>(spec, data, begin, count, [&](int64_t) { return buffer; }, done);
+        }
+    }
+    void wide() const {
+        if (dtype == F32) return widen_row(spec, data, begin, count, static_cast<float*>(out) + (begin - origin));
+        alignas(64) float buffer[BATCH];
+        for (int64_t i = begin; i < begin + count; i += BATCH) {
+            int64_t n = std::min(BATCH, begin + count - i);
+            widen_row(spec, data, i, n, buffer);
+            store(buffer, out, dtype, i - origin, n);
+        }
+    }
+};
+
+// -- sums ----------------------------------------------------------------------------------------------------------------
+
+constexpr int64_t SPAN = 1024;  // elements summed over all ranks before the next ones: four kilobytes of total
+
+inline void add(const float* x, int64_t n, float* total) {
+    for (int64_t i = 0; i < n; ++i) total[i] += x[i];
+}
+
+struct AddRank {
+    const Spec& spec;
+    const uint8_t* data;
+    int64_t begin, count;
+    float* total;
+
+    template <int ELEMENT, int BITS>
+    void call() const {
+        alignas(64) float buffer[PIECE];
+        auto done = [&](int64_t i, int64_t n, const float* x) { n == PIECE ? add(x, PIECE, total + i) : add(x, n, total + i); };
+        dequantize_as<ELEMENT, BITS>(spec, data, begin, count, [&](int64_t) { return buffer; }, done);
+    }
+    void wide() const {
+        alignas(64) float buffer[SPAN];
+        widen_row(spec, data, begin, count, buffer);
+        add(buffer, count, total);
+    }
+};
+
+// Calls f.template call<ELEMENT, BITS>() for what the spec names, or f.wide() for fp32, fp16 and bf16.
+template <class F>
+inline void dispatch(const Spec& spec, const F& f) {
+#define NC_WIDTHS(E) \
+    case E: \
+        switch (spec.bits) { \
+            case 1: return f.template call<E, 1>(); \
+            case 2: return f.template call<E, 2>(); \
+            case 3: return f.template call<E, 3>(); \
+            case 4: return f.template call<E, 4>(); \
+            case 5: return f.template call<E, 5>(); \
+            case 6: return f.template call<E, 6>(); \
+            case 7: return f.template call<E, 7>(); \
+            default: return f.template call<E, 8>(); \
+        }
+    switch (spec.element) {
+        NC_WIDTHS(INT)
+        NC_WIDTHS(AFFINE)
+        NC_WIDTHS(LEVELS)
+        case SIGN: return f.template call<SIGN, 1>();
+        case E4M3: return f.template call<E4M3, 8>();
+        case E5M2: return f.template call<E5M2, 8>();
+        default: return f.wide();
+    }
+#undef NC_WIDTHS
+}
+
+// The fp32 sum of all ranks over [begin, begin + count), for count <= SPAN.
+void sum_span(const Spec& spec, const uint8_t* data, int64_t stride, int64_t ranks, Floats own, int64_t own_rank,
+              int64_t divisor, int64_t begin, int64_t count, float* total) {
+    alignas(64) float buffer[SPAN];
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+        bool exact = own.data && rank == own_rank;
+        if (rank == 0 && !exact) {
+            dispatch(spec, Decode{spec, data, begin, count, total, F32, begin});
+        } else if (rank == 0) {
+            std::memcpy(total, load(own, begin, count, buffer), size_t(count) * 4);
+        } else if (exact) {
+            add(load(own, begin, count, buffer), count, total);
+        } else {
+            dispatch(spec, AddRank{spec, data + rank * stride, begin, count, total});
+        }
+    }
+    float by = float(divisor);
+    if (divisor != 1) {
+        for (int64_t i = 0; i < count; ++i) total[i] /= by;
+    }
+    for (int64_t i = 0; i < count; ++i) total[i] = canonical(total[i]);
+}
+
+// -- the table of operations ----------------------------------------------------------------------------------------------
+
+void encode(const Spec& spec, Floats row, int64_t begin, int64_t count, uint8_t* out, uint64_t key) {
+    dispatch(spec, EncodeGroups{{spec, row, begin, count, Scaling{}, out, Dice{key}}});
+}
+
+void measure(const Spec& spec, Floats row, int64_t begin, int64_t count, Batch& batch, int64_t slot) {
+    dispatch(spec, Measure{row, begin, count, batch, slot});
+}
+
+void settle(const Spec& spec, Batch& batch, int64_t group, int64_t groups, int64_t last_count, uint8_t* out) {
+    dispatch(spec, Settle{spec, batch, group, groups, last_count, out});
+}
+
+void quantize(const Spec& spec, Floats row, int64_t begin, int64_t count, Scaling by, uint8_t* out, uint64_t key) {
+    dispatch(spec, Quantize{{spec, row, begin, count, by, out, Dice{key}}});
+}
+
+void decode(const Spec& spec, const uint8_t* data, int64_t begin, int64_t count, void* out, int32_t dtype) {
+    dispatch(spec, Decode{spec, data, begin, count, out, dtype, 0});
+}
+
+void sum(const Spec& spec, const uint8_t* data, int64_t stride, int64_t ranks, Floats own, int64_t own_rank,
+         int64_t divisor, int64_t begin, int64_t count, void* out, int32_t dtype) {
+    alignas(64) float total[SPAN];
+    for (int64_t i = begin; i < begin + count; i += SPAN) {
+        int64_t n = std::min(SPAN, begin + count - i);
+        sum_span(spec, data, stride, ranks, own, own_rank, divisor, i, n, total);
+        store(total, out, dtype, i, n);
+    }
+}
+
+void reduce(const Spec& spec, const uint8_t* data, int64_t stride, int64_t ranks, Floats own, int64_t own_rank,
+            int64_t divisor, int64_t begin, int64_t count, float* scratch, uint8_t* out, uint64_t key) {
+    for (int64_t i = 0; i < count; i += SPAN) {
+        sum_span(spec, data, stride, ranks, own, own_rank, divisor, begin + i, std::min(SPAN, count - i), scratch + i);
+    }
+    Floats summed{scratch, F32, begin};
+    if (spec.scale == NO_SCALE) quantize(spec, summed, begin, count, Scaling{1.0f, 1.0f, 0}, out, key);
+    else encode(spec, summed, begin, count, out, key);
+}
+
+}  // namespace
+
+#define NC_PASTE(a, b) a##b
+#define NC_NAMED(isa) NC_PASTE(kernels_, isa)
+#define NC_TEXT(a) #a
+#define NC_STRING(a) NC_TEXT(a)
+
+namespace nc {
+extern const Kernels NC_NAMED(NC_ISA);
+const Kernels NC_NAMED(NC_ISA) = {NC_STRING(NC_ISA), ::encode, ::measure, ::settle, ::quantize, ::decode, ::sum, ::reduce};
+}  // namespace nc

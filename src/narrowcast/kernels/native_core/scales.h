@@ -1,0 +1,194 @@
+// The scales of a batch of groups: measured from the elements, settled into stored numbers, read back.
+
+#pragma once
+#include <algorithm>
+
+#include "codes.h"
+
+namespace {
+
+constexpr float NOT_A_NUMBER = __builtin_nanf("");
+
+// -- as stored ---------------------------------------------------------------------------------------------------------
+
+template <int KIND>
+inline float round_up(float scale, float limit) {
+    uint32_t bits = as<uint32_t>(scale);
+    if (KIND == SCALE_BF16) scale = as<float>((bits + 0xFFFF) >> 16 << 16);
+    if (KIND == SCALE_E8M0) scale = as<float>((bits + 0x7FFFFF) >> 23 << 23);
+    if (KIND == SCALE_FP16) {
+        scale = scale < limit ? scale : limit;
+        uint32_t half = Half::narrow(scale);
+        scale = Half::widen(half + (Half::widen(half) < scale ? 1 : 0));
+    }
+    return scale < limit ? scale : limit;
+}
+
+template <int KIND>
+inline void write_scales(const float* scale, int64_t groups, uint8_t* at) {
+    for (int64_t i = 0; i < groups; ++i) {
+        uint32_t bits = as<uint32_t>(scale[i]);
+        uint16_t half = KIND == SCALE_FP16 ? uint16_t(Half::narrow(scale[i])) : uint16_t(bits >> 16);
+        if (KIND == SCALE_FP32) std::memcpy(at + 4 * i, &bits, 4);
+        else if (KIND == SCALE_E8M0) at[i] = uint8_t(bits >> 23);
+        else std::memcpy(at + 2 * i, &half, 2);
+    }
+}
+
+inline Scaling read_scale(const Spec& spec, const uint8_t* data, int64_t group) {
+    const uint8_t* at = data + spec.scales_offset;
+    Scaling by{1.0f, 1.0f, 0};
+    uint16_t half;
+    switch (spec.scale) {
+        case NO_SCALE: return by;
+        case SCALE_FP32: std::memcpy(&by.scale, at + 4 * group, 4); break;
+        case SCALE_E8M0: by.scale = at[group] == 255 ? NOT_A_NUMBER : as<float>(uint32_t(at[group]) << 23); break;
+        default:
+            std::memcpy(&half, at + 2 * group, 2);
+            by.scale = spec.scale == SCALE_FP16 ? Half::widen(half) : as<float>(uint32_t(half) << 16);
+    }
+    if (spec.element == AFFINE) by.zero = data[spec.zeros_offset + group];
+    return by;
+}
+
+// -- measured ----------------------------------------------------------------------------------------------------------
+
+// An integer that orders like the float; its own inverse.
+inline int32_t ordered(int32_t bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
+
+template <bool RANGE>
+inline void measure_range(const float* x, int64_t n, Batch& batch, int64_t group) {
+    uint32_t key = batch.key[group];
+    int32_t low = batch.low[group], high = batch.high[group];
+    for (int64_t i = 0; i < n; ++i) {
+        uint32_t bits = as<uint32_t>(x[i]);
+        uint32_t turned = (bits << 1) | (bits >> 31);
+        key = turned > key ? turned : key;
+        if (RANGE) {
+            int32_t order = ordered(int32_t(bits));
+            low = order < low ? order : low;
+            high = order > high ? order : high;
+        }
+    }
+    batch.key[group] = key, batch.low[group] = low, batch.high[group] = high;
+}
+
+// 64 magnitudes, folded in halves in fp64.
+inline double leaf_sum(const float* x) {
+    double sums[32];
+    for (int i = 0; i < 32; ++i) sums[i] = double(std::fabs(x[i])) + double(std::fabs(x[i + 32]));
+    for (int i = 0; i < 16; ++i) sums[i] += sums[i + 16];
+    for (int i = 0; i < 8; ++i) sums[i] += sums[i + 8];
+    for (int i = 0; i < 4; ++i) sums[i] += sums[i + 4];
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+// Sums added in adjacent pairs as they come: a binary counter whose digits are sums of 1, 2, 4, ... leaves.
+class PairSum {
+    double sums_[64];
+    uint64_t count_ = 0;
+
+   public:
+    void add(double sum) {
+        int level = 0;
+        for (uint64_t digits = count_++; digits & 1; digits >>= 1) sum = sums_[level++] + sum;
+        sums_[level] = sum;
+    }
+    double total() const {
+        double sum = 0.0;
+        bool any = false;
+        for (int level = 0; count_ >> level; ++level) {
+            if (!(count_ >> level & 1)) continue;
+            sum = any ? sums_[level] + sum : sums_[level];
+            any = true;
+        }
+        return sum;
+    }
+};
+
+inline double magnitude_sum(const float* x, int64_t n) {
+    if (n == PIECE) return leaf_sum(x);
+    PairSum pairs;
+    alignas(64) float padded[PIECE] = {};
+    for (; n >= PIECE; n -= PIECE, x += PIECE) pairs.add(leaf_sum(x));
+    if (n) {
+        std::memcpy(padded, x, size_t(n) * 4);
+        pairs.add(leaf_sum(padded));
+    }
+    return pairs.total();
+}
+
+// Groups of SIZE elements known when compiling, so that their loops unroll; SIZE 0 takes it from the argument.
+template <int ELEMENT, int64_t SIZE>
+inline void measure_groups(const float* x, int64_t count, int64_t size, Batch& batch) {
+    size = SIZE ? SIZE : size;
+    int64_t group = 0;
+    for (; count > 0; ++group, x += size, count -= size) {
+        int64_t n = std::min(size, count);
+        batch.key[group] = 0, batch.low[group] = 0, batch.high[group] = 0;
+        if (SIZE && n == SIZE) measure_range<ELEMENT == AFFINE>(x, SIZE, batch, group);
+        else measure_range<ELEMENT == AFFINE>(x, n, batch, group);
+        if (ELEMENT == SIGN) batch.sum[group] = magnitude_sum(x, n);
+    }
+}
+
+template <int ELEMENT>
+inline void measure_batch(const float* x, int64_t count, int64_t size, Batch& batch) {
+    switch (size) {
+        case 32: return measure_groups<ELEMENT, 32>(x, count, size, batch);
+        case 64: return measure_groups<ELEMENT, 64>(x, count, size, batch);
+        case 128: return measure_groups<ELEMENT, 128>(x, count, size, batch);
+        case 256: return measure_groups<ELEMENT, 256>(x, count, size, batch);
+        default: return measure_groups<ELEMENT, 0>(x, count, size, batch);
+    }
+}
+
+// -- settled -----------------------------------------------------------------------------------------------------------
+
+template <int ELEMENT, int KIND>
+inline void settle_as(const Spec& spec, Batch& batch, int64_t group, int64_t groups, int64_t last_count, uint8_t* out) {
+    constexpr float smallest = 0x1p-126f;
+    const float step = spec.step, limit = spec.limit, top = float((1 << (spec.bits & 15)) - 1);
+    const uint32_t flip = spec.signed_scale ? 1 : 0;
+    for (int64_t i = 0; i < groups; ++i) {
+        bool finite = batch.key[i] < 0xFF000000u;
+        float scale;
+        if (ELEMENT == SIGN) {
+            double size = double(i == groups - 1 ? last_count : spec.group_size);
+            scale = round_up<KIND>(float(finite ? batch.sum[i] / size : 0.0), limit);
+            batch.scale[i] = finite ? scale : NOT_A_NUMBER;
+            batch.inverse[i] = finite ? 1.0f : 0.0f;
+            continue;
+        }
+        float low = as<float>(ordered(batch.low[i])), high = as<float>(ordered(batch.high[i]));
+        float spread = ELEMENT == AFFINE ? high * step - low * step : as<float>(batch.key[i] >> 1) * step;
+        spread = finite && spread > smallest ? spread : smallest;
+        scale = round_up<KIND>(spread, limit);
+        scale = as<float>(as<uint32_t>(scale) | (flip & ~batch.key[i]) << 31);
+        float inverse = 1.0f / scale;
+        if (ELEMENT == AFFINE) {
+            float zero = clamp(-low * inverse, 0.0f, top) + ROUNDER;
+            batch.zero[i] = finite ? int32_t(as<uint32_t>(zero) & 0xFF) : 0;
+        }
+        batch.scale[i] = finite ? scale : NOT_A_NUMBER;
+        batch.inverse[i] = finite ? inverse : 0.0f;
+    }
+    constexpr int64_t bytes = KIND == SCALE_FP32 ? 4 : KIND == SCALE_E8M0 ? 1 : 2;
+    write_scales<KIND>(batch.scale, groups, out + spec.scales_offset + bytes * group);
+    if (ELEMENT == AFFINE) {
+        for (int64_t i = 0; i < groups; ++i) out[spec.zeros_offset + group + i] = uint8_t(batch.zero[i]);
+    }
+}
+
+// Scales, inverses and zero points of the groups [group, group + groups), from what was measured; writes them to the row.
+template <int ELEMENT>
+inline void settle_batch(const Spec& spec, Batch& batch, int64_t group, int64_t groups, int64_t last_count, uint8_t* out) {
+    switch (spec.scale) {
+        case SCALE_FP32: return settle_as<ELEMENT, SCALE_FP32>(spec, batch, group, groups, last_count, out);
+        case SCALE_BF16: return settle_as<ELEMENT, SCALE_BF16>(spec, batch, group, groups, last_count, out);
+        case SCALE_FP16: return settle_as<ELEMENT, SCALE_FP16>(spec, batch, group, groups, last_count, out);
+        default: return settle_as<ELEMENT, SCALE_E8M0>(spec, batch, group, groups, last_count, out);
+    }
+}
+
+}  // namespace
