@@ -20,7 +20,7 @@ from narrowcast.codecs.base import ROW
 from narrowcast.errors import DtypeError, PayloadError, ShapeError
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Payload:
     """An encoded tensor: bytes, and how to read them."""
 
@@ -69,7 +69,7 @@ def encode(x: Tensor, codec: str | Codec | Mapping[str, Any], *, seed: int | Non
     """
     chosen = as_codec(codec)
     checks.float_rows(x, "x")
-    rows = chosen.encode(chosen.as_rows(x.detach()), seed)
+    rows = chosen.encode(chosen.as_rows(x), seed)
     return Payload(rows.view(-1), chosen, x.shape, x.dtype)
 
 
@@ -100,7 +100,7 @@ def payload_bytes(codec: Codec, shape: torch.Size) -> int:
 
 def _matrix(codec: Codec, shape: torch.Size) -> tuple[int, int]:
     """How many rows a tensor of this shape has, and how long each is."""
-    if any(size < 0 for size in shape):
+    if min(shape, default=0) < 0:
         raise ShapeError(f"shape={tuple(shape)}: sizes are zero or more.")
     if codec.format.block != ROW or not shape:
         return 1, math.prod(shape)

@@ -17,6 +17,7 @@ A codec never learns what a rank, a layer or a file is. To write one, subclass `
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -88,26 +89,28 @@ class Codec:
         seed comes from torch's default generator.
         """
         checks.float_rows(rows, "rows")
-        flat, shape = checks.as_matrix(rows.detach(), self.row_bytes(rows.shape[-1]))
+        flat = checks.as_matrix(rows, "rows")
         seed = checks.seed(seed) if self.stochastic else 0
         recipe = self._recipe(rows.device)
         if out is None:
-            return ops.encode(flat, *recipe, seed).view(shape)
-        checks.out(out, shape, (torch.uint8,), rows.device)
-        return _write(out, lambda target: ops.encode_(target, flat, *recipe, seed))
+            made = ops.encode(flat, recipe, seed)
+            return made if rows.dim() == 2 else made.view(*rows.shape[:-1], made.shape[1])
+        checks.out(out, (*rows.shape[:-1], self.row_bytes(flat.shape[1])), (torch.uint8,), rows.device)
+        return _write(out, lambda target: ops.encode_(target, flat, recipe, seed))
 
     def decode(
         self, rows: Tensor, numel: int, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None
     ) -> Tensor:
         """Decode `rows` [..., row_bytes(numel)] to [..., numel]."""
         checks.byte_rows(rows, self, numel, "rows")
-        flat, shape = checks.as_matrix(rows, numel)
+        flat = checks.as_matrix(rows, "rows")
         recipe = self._recipe(rows.device)
         if out is None:
             checks.float_dtype(dtype, "dtype")
-            return ops.decode(flat, numel, dtype, *recipe).view(shape)
-        checks.out(out, shape, checks.FLOATS, rows.device)
-        return _write(out, lambda target: ops.decode_(target, flat, *recipe))
+            made = ops.decode(flat, numel, dtype, recipe)
+            return made if rows.dim() == 2 else made.view(*rows.shape[:-1], numel)
+        checks.out(out, (*rows.shape[:-1], numel), checks.FLOATS, rows.device)
+        return _write(out, lambda target: ops.decode_(target, flat, recipe))
 
     def decode_sum(
         self,
@@ -128,9 +131,9 @@ class Codec:
         recipe = self._recipe(rows.device)
         if out is None:
             checks.float_dtype(dtype, "dtype")
-            return ops.decode_sum(rows, numel, dtype, *recipe, own, own_rank, divisor)
+            return ops.decode_sum(rows, numel, dtype, recipe, own, own_rank, divisor)
         checks.out(out, (numel,), checks.FLOATS, rows.device)
-        return _write(out, lambda target: ops.decode_sum_(target[0], rows, *recipe, own, own_rank, divisor))
+        return _write(out, lambda target: ops.decode_sum_(target[0], rows, recipe, own, own_rank, divisor))
 
     def decode_sum_encode(
         self,
@@ -148,10 +151,10 @@ class Codec:
         seed = checks.seed(seed) if self.stochastic else 0
         recipe = self._recipe(rows.device)
         if out is None:
-            return ops.reduce(rows, numel, *recipe, own, own_rank, divisor, seed)
+            return ops.reduce(rows, numel, recipe, own, own_rank, divisor, seed)
         checks.out(out, (rows.shape[-1],), (torch.uint8,), rows.device)
         return _write(
-            out, lambda target: ops.reduce_(target[0], rows, numel, *recipe, own, own_rank, divisor, seed)
+            out, lambda target: ops.reduce_(target[0], rows, numel, recipe, own, own_rank, divisor, seed)
         )
 
     # -- the bound ----------------------------------------------------------------------------------------------
@@ -273,11 +276,10 @@ def _spell(value: object) -> str:
     return str(value)
 
 
-def _write(out: Tensor, write: object) -> Tensor:
+def _write(out: Tensor, write: Callable[[Tensor], None]) -> Tensor:
     """Let `write` fill a matrix of rows: `out` itself where it is contiguous, else a copy that is then copied."""
-    assert callable(write)
     target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    write(target.view(-1, target.shape[-1]) if target.numel() else target.view(0, target.shape[-1]))
+    write(target if target.dim() == 2 else target.view(math.prod(target.shape[:-1]), target.shape[-1]))
     if target is not out:
         out.copy_(target)
     return out

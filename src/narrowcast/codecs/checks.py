@@ -92,10 +92,15 @@ def seed(seed: int | None) -> int:
     return (int(seed) + 2**63) % 2**64 - 2**63
 
 
-def as_matrix(rows: Tensor, width: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Rows [..., n] as a matrix whose rows are contiguous, and the shape [..., width] of what they turn into."""
-    lead = rows.shape[:-1]
-    return rows.reshape(math.prod(lead), rows.shape[-1]), (*lead, width)
+def as_matrix(rows: Tensor, argument: str) -> Tensor:
+    """Rows [..., n] as a matrix, outside of autograd."""
+    if rows.requires_grad:
+        rows = rows.detach()
+    if rows.dim() == 2:
+        return rows
+    if rows.dim() == 0:
+        raise ShapeError(f"{argument}: a row is a dimension, and a scalar has none. Pass x.reshape(1).")
+    return rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -64,9 +64,8 @@ def to_float32(x, EXACT_NAN: tl.constexpr):
     elif x.dtype == tl.int16:
         y = as_float(x.to(tl.int32) << 16)
     elif x.dtype == tl.float64:
-        top = FLT_MAX.to(tl.float64) if False else 3.4028234663852886e38
         finite = tl.abs(x) < float("inf")
-        y = tl.where(finite, tl.minimum(tl.maximum(x, -top), top), x).to(tl.float32)
+        y = tl.where(finite, tl.minimum(tl.maximum(x, -FLT_MAX), FLT_MAX), x).to(tl.float32)
     else:
         y = x.to(tl.float32)
     if EXACT_NAN and x.dtype != tl.float32:
@@ -240,7 +239,7 @@ def choose_scale(first, second, sizes, step, limit, ELEMENT: tl.constexpr, SCALE
     elif ELEMENT == AFFINE:
         finite = (first < INF_BITS) & (second > -INF_BITS - 1)
         low = as_float(second ^ ((second >> 31) & 0x7FFFFFFF))
-        spread = tl.maximum(as_float(tl.maximum(first, 0)), 0.0) * step - tl.minimum(low, 0.0) * step
+        spread = as_float(tl.maximum(first, 0)) * step - tl.minimum(low, 0.0) * step
         spread = tl.maximum(spread, FLT_MIN)
     else:
         finite = first.to(tl.uint32, bitcast=True) < 0xFF000000
@@ -347,8 +346,8 @@ def count_below(y, cells, thresholds, slope, middle, CELLS: tl.constexpr, STEPS:
         code += (y > as_float(entry.to(tl.int32))).to(tl.int32)
     else:
         for step in tl.static_range(STEPS):
-            ahead: tl.constexpr = 1 << (STEPS - 1 - step)
-            code += tl.where(y > tl.load(thresholds + code + (ahead - 1)), ahead, 0)
+            ahead = tl.load(thresholds + code + ((1 << (STEPS - 1 - step)) - 1))
+            code += tl.where(y > ahead, 1 << (STEPS - 1 - step), 0)
     return code
 
 

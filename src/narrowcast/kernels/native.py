@@ -7,7 +7,7 @@ go of the GIL during a call. The instruction set (avx512, avx2, plain) is chosen
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
@@ -81,22 +81,21 @@ class Native:
     def __init__(self, library: ctypes.CDLL, isa: int) -> None:
         self.name = f"native/{ISAS[isa]}"
         self._isa = isa
-        address, i32, i64, u64 = c_void_p, c_int32, c_int64, c_uint64
+        address, i32, i64 = c_void_p, c_int32, c_int64
         summands = (address, address, i64, i64, address, i32, i64, i64)
-        self._encode = _function(library, "nc_encode", address, address, i32, i64, i64, address, i64, u64, i32, i32)
+        self._encode = _function(library, "nc_encode", address, address, i32, i64, i64, address, i64, i64, i32, i32)
         self._decode = _function(library, "nc_decode", address, address, i64, i64, address, i32, i64, i32, i32)
         self._sum = _function(library, "nc_sum", *summands, address, i32, i32, i32)
-        self._reduce = _function(library, "nc_reduce", *summands, address, u64, i32, i32)
+        self._reduce = _function(library, "nc_reduce", *summands, address, i64, i32, i32)
 
     def encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
-        if rows.stride(1) != 1 and rows.shape[1] > 1:
-            rows = rows.contiguous()
+        rows = _contiguous(rows)
         count, numel = rows.shape
-        if rows.numel():
+        elements = count * numel
+        if elements:
             what = _spec(recipe, numel)
             source = rows.data_ptr(), DTYPES[rows.dtype], rows.stride(0), count
-            seed %= 2**64
-            _check(self._encode(what, *source, out.data_ptr(), out.stride(0), seed, _threads(rows.numel()), self._isa))
+            _check(self._encode(what, *source, out.data_ptr(), out.stride(0), seed, _threads(elements), self._isa))
 
     def decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
         data = _contiguous(data)
@@ -130,7 +129,7 @@ class Native:
         if numel:
             summands = _summands(data, numel, recipe, own, own_rank, divisor)
             threads = _threads(numel * len(data))
-            _check(self._reduce(*summands, out.data_ptr(), seed % 2**64, threads, self._isa))
+            _check(self._reduce(*summands, out.data_ptr(), seed, threads, self._isa))
 
 
 def load(isa: str = "") -> tuple[Native | None, str]:

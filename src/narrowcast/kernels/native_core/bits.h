@@ -10,9 +10,9 @@
 
 namespace {
 
-// Eight bytes of which each holds a code, as one number of 8 * BITS bits.
-template <int BITS>
-inline uint64_t squeeze(uint64_t x) {
+// Eight bytes of which each holds a code, as one number of 8 * BITS bits. Word is uint64_t or a vector of them.
+template <int BITS, class Word>
+inline Word squeeze(Word x) {
     x = (x & 0x00FF00FF00FF00FFull) | ((x & 0xFF00FF00FF00FF00ull) >> (8 - BITS));
     x = (x & 0x0000FFFF0000FFFFull) | ((x & 0xFFFF0000FFFF0000ull) >> (16 - 2 * BITS));
     return (x & 0x00000000FFFFFFFFull) | ((x & 0xFFFFFFFF00000000ull) >> (32 - 4 * BITS));
@@ -29,6 +29,8 @@ inline uint64_t spread(uint64_t x) {
 }
 
 #if defined(__AVX512VBMI__)
+typedef uint64_t Words __attribute__((vector_size(64)));
+
 template <int BITS>
 struct ByteOrder {
     alignas(64) uint8_t pack[64], unpack[64];
@@ -66,18 +68,21 @@ inline void pack(const uint8_t* codes, uint8_t* out) {
         std::memcpy(out, codes, 64);
     } else {
 #if defined(__AVX512VBMI__)
-        static constexpr ByteOrder<BITS> order;
-        alignas(64) uint64_t words[8];
-        std::memcpy(words, codes, 64);
-        for (uint64_t& word : words) word = squeeze<BITS>(word);
-        __m512i bytes = _mm512_permutexvar_epi8(_mm512_load_si512(order.pack), _mm512_load_si512(words));
-        store_low<8 * BITS>(bytes, out);
+        __m512i bytes = _mm512_loadu_si512(codes);
+        if constexpr (BITS == 4) {
+            __m512i pairs = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(0x1001));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi16_epi8(pairs));
+        } else {
+            static constexpr ByteOrder<BITS> order;
+            bytes = (__m512i)squeeze<BITS>((Words)bytes);
+            store_low<8 * BITS>(_mm512_permutexvar_epi8(_mm512_load_si512(order.pack), bytes), out);
+        }
 #else
         uint8_t local[64 + 8];
         for (int word = 0; word < 8; ++word) {
             uint64_t x;
             std::memcpy(&x, codes + 8 * word, 8);
-            x = squeeze<BITS>(x);
+            x = squeeze<BITS, uint64_t>(x);
             std::memcpy(local + BITS * word, &x, 8);
         }
         std::memcpy(out, local, 8 * BITS);

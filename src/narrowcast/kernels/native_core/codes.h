@@ -40,7 +40,7 @@ struct Dice {
 // -- integers -------------------------------------------------------------------------------------------------------
 
 template <int BITS, bool SIGNED_SCALE>
-inline void quantize_int(const float* x, Scaling by, uint8_t* codes) {
+inline void quantize_int(const float* __restrict x, Scaling by, uint8_t* __restrict codes) {
     constexpr float top = float((1 << (BITS - 1)) - 1), low = SIGNED_SCALE ? -top - 1 : -top;
     for (int i = 0; i < PIECE; ++i) {
         float y = clamp(x[i] * by.inverse, low, top) + ROUNDER;
@@ -49,7 +49,7 @@ inline void quantize_int(const float* x, Scaling by, uint8_t* codes) {
 }
 
 template <int BITS>
-inline void quantize_int_randomly(const float* x, Scaling by, const float* draws, uint8_t* codes) {
+inline void quantize_int_randomly(const float* __restrict x, Scaling by, const float* __restrict draws, uint8_t* __restrict codes) {
     constexpr float top = float((1 << (BITS - 1)) - 1);
     for (int i = 0; i < PIECE; ++i) {
         float y = x[i] * by.inverse, whole = std::floor(y);
@@ -59,7 +59,7 @@ inline void quantize_int_randomly(const float* x, Scaling by, const float* draws
 }
 
 template <int BITS>
-inline void quantize_affine(const float* x, Scaling by, const float* draws, uint8_t* codes) {
+inline void quantize_affine(const float* __restrict x, Scaling by, const float* __restrict draws, uint8_t* __restrict codes) {
     constexpr float top = float((1 << BITS) - 1);
     for (int i = 0; i < PIECE; ++i) {
         float y = x[i] * by.inverse, whole = std::floor(y);
@@ -69,7 +69,7 @@ inline void quantize_affine(const float* x, Scaling by, const float* draws, uint
 }
 
 template <int BITS>
-inline void quantize_affine(const float* x, Scaling by, uint8_t* codes) {
+inline void quantize_affine(const float* __restrict x, Scaling by, uint8_t* __restrict codes) {
     constexpr float top = float((1 << BITS) - 1);
     for (int i = 0; i < PIECE; ++i) {
         float whole = (clamp(x[i] * by.inverse, -top, top) + ROUNDER) - ROUNDER;
@@ -77,38 +77,46 @@ inline void quantize_affine(const float* x, Scaling by, uint8_t* codes) {
     }
 }
 
-template <int BITS>
-inline void dequantize_int(const uint8_t* codes, Scaling by, float* out) {
+// What decoding does with a value: writes it, or adds it to what is there.
+template <bool ADD>
+inline void put(float value, float& out) {
+    out = ADD ? out + value : value;
+}
+
+template <int BITS, bool ADD>
+inline void dequantize_int(const uint8_t* __restrict codes, Scaling by, float* __restrict out) {
     for (int i = 0; i < PIECE; ++i) {
         int32_t code = int8_t(uint8_t(codes[i] << (8 - BITS))) >> (8 - BITS);
-        out[i] = float(code) * by.scale + 0.0f;  // a zero times a negative scale is a zero all the same
+        put<ADD>(float(code) * by.scale + 0.0f, out[i]);  // a zero times a negative scale is a zero all the same
     }
 }
 
-inline void dequantize_affine(const uint8_t* codes, Scaling by, float* out) {
-    for (int i = 0; i < PIECE; ++i) out[i] = float(int32_t(codes[i]) - by.zero) * by.scale;
+template <bool ADD>
+inline void dequantize_affine(const uint8_t* __restrict codes, Scaling by, float* __restrict out) {
+    for (int i = 0; i < PIECE; ++i) put<ADD>(float(int32_t(codes[i]) - by.zero) * by.scale, out[i]);
 }
 
 // -- signs -----------------------------------------------------------------------------------------------------------
 
-inline void quantize_sign(const float* x, uint8_t* codes) {
+inline void quantize_sign(const float* __restrict x, uint8_t* __restrict codes) {
     for (int i = 0; i < PIECE; ++i) codes[i] = uint8_t(as<uint32_t>(x[i]) >> 31);
 }
 
-inline void dequantize_sign(const uint8_t* codes, Scaling by, float* out) {
-    for (int i = 0; i < PIECE; ++i) out[i] = as<float>(as<uint32_t>(by.scale) ^ (uint32_t(codes[i]) << 31));
+template <bool ADD>
+inline void dequantize_sign(const uint8_t* __restrict codes, Scaling by, float* __restrict out) {
+    for (int i = 0; i < PIECE; ++i) put<ADD>(as<float>(as<uint32_t>(by.scale) ^ (uint32_t(codes[i]) << 31)), out[i]);
 }
 
 // -- narrow floats, plain or scaled ------------------------------------------------------------------------------------
 
 template <class Format>
-inline void quantize_float(const float* x, float inverse, uint8_t* codes) {
+inline void quantize_float(const float* __restrict x, float inverse, uint8_t* __restrict codes) {
     for (int i = 0; i < PIECE; ++i) codes[i] = uint8_t(Format::narrow(x[i] * inverse));
 }
 
-template <class Format>
-inline void dequantize_float(const uint8_t* codes, float scale, float* out) {
-    for (int i = 0; i < PIECE; ++i) out[i] = Format::widen(codes[i]) * scale;
+template <class Format, bool ADD>
+inline void dequantize_float(const uint8_t* __restrict codes, float scale, float* __restrict out) {
+    for (int i = 0; i < PIECE; ++i) put<ADD>(Format::widen(codes[i]) * scale, out[i]);
 }
 
 // -- levels: the code of y is how many thresholds lie below it -----------------------------------------------------------
@@ -149,7 +157,7 @@ inline void search(const float* nodes, __m512 y, __m512i& index) {
 }
 
 template <int BITS>
-inline void quantize_levels(const float* x, Scaling by, const float* nodes, uint8_t* codes) {
+inline void quantize_levels(const float* __restrict x, Scaling by, const float* __restrict nodes, uint8_t* __restrict codes) {
     for (int i = 0; i < PIECE; i += 16) {
         __m512 y = _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(by.inverse));
         __m512i index = _mm512_setzero_si512();
@@ -165,19 +173,20 @@ inline void quantize_levels(const float* x, Scaling by, const float* nodes, uint
     }
 }
 
-template <int BITS>
-inline void dequantize_levels(const uint8_t* codes, Scaling by, const float* levels, float* out) {
+template <int BITS, bool ADD>
+inline void dequantize_levels(const uint8_t* __restrict codes, Scaling by, const float* __restrict levels, float* __restrict out) {
     const Registers<BITS> table(levels);
     for (int i = 0; i < PIECE; i += 16) {
         __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
-        _mm512_storeu_ps(out + i, _mm512_mul_ps(table[index], _mm512_set1_ps(by.scale)));
+        __m512 value = _mm512_mul_ps(table[index], _mm512_set1_ps(by.scale));
+        _mm512_storeu_ps(out + i, ADD ? _mm512_add_ps(_mm512_loadu_ps(out + i), value) : value);
     }
 }
 
 #else
 
 template <int BITS>
-inline void quantize_levels(const float* x, Scaling by, const float* nodes, uint8_t* codes) {
+inline void quantize_levels(const float* __restrict x, Scaling by, const float* __restrict nodes, uint8_t* __restrict codes) {
     for (int i = 0; i < PIECE; ++i) {
         float y = x[i] * by.inverse;
         uint32_t index = 0;
@@ -186,9 +195,9 @@ inline void quantize_levels(const float* x, Scaling by, const float* nodes, uint
     }
 }
 
-template <int BITS>
-inline void dequantize_levels(const uint8_t* codes, Scaling by, const float* levels, float* out) {
-    for (int i = 0; i < PIECE; ++i) out[i] = levels[codes[i]] * by.scale;
+template <int BITS, bool ADD>
+inline void dequantize_levels(const uint8_t* __restrict codes, Scaling by, const float* __restrict levels, float* __restrict out) {
+    for (int i = 0; i < PIECE; ++i) put<ADD>(levels[codes[i]] * by.scale, out[i]);
 }
 
 #endif

@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "core.h"
-#if defined(__F16C__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -138,6 +138,13 @@ inline const float* load(const Floats& row, int64_t begin, int64_t n, float* buf
         }
     }
     return buffer;
+}
+
+// Asks memory for elements that will be wanted soon.
+inline void fetch(const Floats& row, int64_t begin, int64_t n) {
+    const int64_t size = row.dtype == F32 ? 4 : row.dtype == F64 ? 8 : 2;
+    const char* at = static_cast<const char*>(row.data) + (begin - row.origin) * size;
+    for (int64_t line = 0; line < n * size; line += 64) __builtin_prefetch(at + line, 0, 2);
 }
 
 // n fp32 values into an output of any dtype.

@@ -9,6 +9,8 @@ namespace {
 
 constexpr int64_t BATCH = 4096;  // elements that are measured, then quantized while they are in the first-level cache
 
+constexpr int64_t FETCH = 2048;  // bytes that decoding asks for ahead: ranks are read in turns, too short for the hardware
+
 // Thresholds in the order in which a binary search meets them: step by step, each step by index.
 struct Nodes {
     alignas(64) float node[256];
@@ -122,6 +124,7 @@ struct EncodeGroups : Encoding {
                 settle_batch<ELEMENT>(spec, batch, i / size, here, n - (here - 1) * size, out);
                 for (int64_t g = 0; g < here; ++g) {
                     Scaling by{batch.scale[g], batch.inverse[g], batch.zero[g]};
+                    fetch(row, i + g * size + BATCH, size);
                     quantize_as<ELEMENT, BITS>(spec, x + g * size, i + g * size, std::min(size, n - g * size), by, nodes, dice, out);
                 }
             } else {
@@ -176,22 +179,23 @@ struct Settle {
 
 // -- decoding ------------------------------------------------------------------------------------------------------------
 
-template <int ELEMENT, int BITS>
+// PIECE floats, written to `out` or, for ADD, added to what is there.
+template <int ELEMENT, int BITS, bool ADD>
 inline void dequantize_piece(const Spec& spec, const uint8_t* codes, Scaling by, float* out) {
-    if constexpr (ELEMENT == INT) dequantize_int<BITS>(codes, by, out);
-    if constexpr (ELEMENT == AFFINE) dequantize_affine(codes, by, out);
-    if constexpr (ELEMENT == LEVELS) dequantize_levels<BITS>(codes, by, spec.levels, out);
-    if constexpr (ELEMENT == SIGN) dequantize_sign(codes, by, out);
-    if constexpr (ELEMENT == E4M3) dequantize_float<Fp8E4M3>(codes, by.scale, out);
-    if constexpr (ELEMENT == E5M2) dequantize_float<Fp8E5M2>(codes, by.scale, out);
+    if constexpr (ELEMENT == INT) dequantize_int<BITS, ADD>(codes, by, out);
+    if constexpr (ELEMENT == AFFINE) dequantize_affine<ADD>(codes, by, out);
+    if constexpr (ELEMENT == LEVELS) dequantize_levels<BITS, ADD>(codes, by, spec.levels, out);
+    if constexpr (ELEMENT == SIGN) dequantize_sign<ADD>(codes, by, out);
+    if constexpr (ELEMENT == E4M3) dequantize_float<Fp8E4M3, ADD>(codes, by.scale, out);
+    if constexpr (ELEMENT == E5M2) dequantize_float<Fp8E5M2, ADD>(codes, by.scale, out);
     if (!(std::fabs(by.scale) < HUGE_VALF)) {
         for (int i = 0; i < PIECE; ++i) out[i] = canonical(out[i]);
     }
 }
 
-// Decodes [begin, begin + count) piece by piece. A whole piece goes where target(offset) points, a partial one through a
-// buffer; done(offset, n, floats) hears of each.
-template <int ELEMENT, int BITS, class Target, class Done>
+// Decodes [begin, begin + count) piece by piece. A whole piece goes where target(offset) points (for ADD on top of what is
+// there), a partial one into a buffer; done(offset, n, floats) hears of each.
+template <int ELEMENT, int BITS, bool ADD, class Target, class Done>
 inline void dequantize_as(const Spec& spec, const uint8_t* data, int64_t begin, int64_t count, Target target, Done done) {
     alignas(64) uint8_t codes[PIECE], packed[PIECE];
     alignas(64) float part[PIECE];
@@ -202,12 +206,13 @@ inline void dequantize_as(const Spec& spec, const uint8_t* data, int64_t begin, 
         const int64_t group_end = std::min({(group + 1) * size, spec.numel, end});
         for (; i + PIECE <= group_end; i += PIECE) {
             const uint8_t* from = data + i * BITS / 8;
+            __builtin_prefetch(from + FETCH);
             if constexpr (BITS != 8) {
                 unpack<BITS>(from, codes);
                 from = codes;
             }
             float* to = target(i - begin);
-            dequantize_piece<ELEMENT, BITS>(spec, from, by, to);
+            dequantize_piece<ELEMENT, BITS, ADD>(spec, from, by, to);
             done(i - begin, PIECE, to);
         }
         if (int64_t n = group_end - i; n > 0) {
@@ -215,7 +220,7 @@ inline void dequantize_as(const Spec& spec, const uint8_t* data, int64_t begin, 
             std::memset(packed, 0, PIECE);
             std::memcpy(packed, data + i * BITS / 8, bytes);
             unpack<BITS>(packed, codes);
-            dequantize_piece<ELEMENT, BITS>(spec, codes, by, part);
+            dequantize_piece<ELEMENT, BITS, false>(spec, codes, by, part);
             done(i - begin, n, part);
             i = group_end;
         }
@@ -244,16 +249,16 @@ struct Decode {
 
     template <int ELEMENT, int BITS>
     void call() const {
-        float* floats = static_cast<float*>(out) + (begin - origin);
         if (dtype == F32) {
+            float* floats = static_cast<float*>(out) + (begin - origin);
             auto done = [&](int64_t i, int64_t n, const float* x) {
                 if (x != floats + i) std::memcpy(floats + i, x, size_t(n) * 4);
             };
-            dequantize_as<ELEMENT, BITS>(spec, data, begin, count, [&](int64_t i) { return floats + i; }, done);
+            dequantize_as<ELEMENT, BITS, false>(spec, data, begin, count, [&](int64_t i) { return floats + i; }, done);
         } else {
             alignas(64) float buffer[PIECE];
             auto done = [&](int64_t i, int64_t n, const float* x) { store(x, out, dtype, begin - origin + i, n); };
-            dequantize_as<ELEMENT, BITS>(spec, data, begin, count, [&](int64_t) { return buffer; }, done);
+            dequantize_as<ELEMENT, BITS, false>(spec, data, begin, count, [&](int64_t) { return buffer; }, done);
         }
     }
     void wide() const {
@@ -283,9 +288,10 @@ struct AddRank {
 
     template <int ELEMENT, int BITS>
     void call() const {
-        alignas(64) float buffer[PIECE];
-        auto done = [&](int64_t i, int64_t n, const float* x) { n == PIECE ? add(x, PIECE, total + i) : add(x, n, total + i); };
-        dequantize_as<ELEMENT, BITS>(spec, data, begin, count, [&](int64_t) { return buffer; }, done);
+        auto done = [&](int64_t i, int64_t n, const float* x) {
+            if (x != total + i) add(x, n, total + i);
+        };
+        dequantize_as<ELEMENT, BITS, true>(spec, data, begin, count, [&](int64_t i) { return total + i; }, done);
     }
     void wide() const {
         alignas(64) float buffer[SPAN];

@@ -35,7 +35,7 @@ inline void write_scales(const float* scale, int64_t groups, uint8_t* at) {
     }
 }
 
-inline Scaling read_scale(const Spec& spec, const uint8_t* data, int64_t group) {
+__attribute__((always_inline)) inline Scaling read_scale(const Spec& spec, const uint8_t* data, int64_t group) {
     const uint8_t* at = data + spec.scales_offset;
     Scaling by{1.0f, 1.0f, 0};
     uint16_t half;

@@ -1,0 +1,26 @@
+"""Triton on CUDA; loaded on first use, so that importing narrowcast never imports Triton.
+
+    gpu_codes    numbers and their codes, in registers
+    gpu_tiles    tiles of a row between memory and registers
+    gpu_kernels  the kernels
+    gpu_tables   how a table of levels is searched
+    gpu_launch   which kernel runs on which grid: the interface of `ops.Kernel`
+
+They equal reference.py bit for bit: tests/kernels/test_gpu.py checks it in Triton's interpreter, bench/gpu.py on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from narrowcast.kernels.ops import Kernel
+
+
+def load() -> tuple[Kernel | None, str]:
+    """The Triton kernel, or None and the reason why there is none."""
+    try:
+        from narrowcast.kernels.gpu_launch import Triton
+    except ImportError as error:
+        return None, f"Triton cannot be imported ({error}). Install it with: pip install triton"
+    return Triton(), ""
