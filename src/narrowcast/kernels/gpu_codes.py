@@ -1,21 +1,22 @@
-"""Triton: numbers and their codes. What `reference.py` says of one block, on tiles held in registers.
+"""Triton: numbers and their codes. What `reference.py` says of elements, on tiles held in registers.
 
-Everything here is elementwise or a reduction whose result does not depend on its order, so the bits are the
-reference's on any GPU, under any tile size, and in Triton's interpreter. Where the hardware has an instruction for
-what integer arithmetic spells out, it is used (`NATIVE`), and bench/gpu.py compares the two.
+Everything here is elementwise, one rounding at a time, so the bits are the reference's on any GPU, under any tile
+size, and in Triton's interpreter. Where the hardware has one instruction for what plain arithmetic takes several for,
+it is used (`NATIVE`); the interpreter cannot check those, bench/gpu.py does.
 
 Kernels that call these functions must be launched with `enable_fp_fusion=False`: the reference rounds after
 every operation.
 """
 
-# Triton reads annotations: no `from __future__ import annotations` here.
+# Triton reads annotations: no `from __future__ import annotations` here. Its language is not one that mypy knows.
+# mypy: ignore-errors
 import os
 
 import torch
 import triton
 import triton.language as tl
 
-from narrowcast.kernels.layout import Element, Scale
+from narrowcast.kernels.layout import Element
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Whether kernels run in Triton's interpreter (numpy). Triton reads this variable when a kernel is defined."""
@@ -28,12 +29,7 @@ E4M3, E5M2, SIGN = tl.constexpr(Element.E4M3.value), tl.constexpr(Element.E5M2.v
 INT, AFFINE = tl.constexpr(Element.INT.value), tl.constexpr(Element.AFFINE.value)
 LEVELS = tl.constexpr(Element.LEVELS.value)
 
-SCALE_NONE, SCALE_FP32 = tl.constexpr(Scale.NONE.value), tl.constexpr(Scale.FP32.value)
-SCALE_BF16, SCALE_FP16 = tl.constexpr(Scale.BF16.value), tl.constexpr(Scale.FP16.value)
-SCALE_E8M0 = tl.constexpr(Scale.E8M0.value)
-
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
-FLT_MIN = tl.constexpr(2.0**-126)
 NAN_BITS = tl.constexpr(0x7FC00000)
 INF_BITS = tl.constexpr(0x7F800000)
 WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to a whole number, half to even, kept in the low bits
@@ -48,6 +44,74 @@ def as_bits(x):
 @triton.jit
 def as_float(bits):
     return bits.to(tl.float32, bitcast=True)
+
+
+# -- what PTX says in one instruction --------------------------------------------------------------------------------
+
+
+@triton.jit
+def insert(word, MASK: tl.constexpr, BASE: tl.constexpr):
+    """(word & MASK) ^ BASE, which the compiler makes two instructions of."""
+    if NATIVE:
+        mask = tl.full([1], MASK, tl.int32)
+        base = tl.full([1], BASE, tl.int32)
+        word = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0x6A;", "=r,r,r,r", [word, mask, base], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        word = (word & MASK) ^ BASE
+    return word
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x, correctly rounded."""
+    if NATIVE:
+        x = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        x = tl.div_rn(1.0, x)
+    return x
+
+
+@triton.jit
+def lookup(table, index, SIZE: tl.constexpr):
+    """table[index] for int32 tables of SIZE, a power of two; other bits of the index do not count.
+
+    Small tables are held by the lanes of a warp, one entry each, and a shuffle reads them: no address to compute. A
+    `tl.load` of scattered addresses would also make the compiler move the whole tile to another layout and back.
+    """
+    if NATIVE and SIZE <= 32:
+        held = tl.inline_asm_elementwise(
+            "{ .reg .b32 lane; .reg .b64 at; mov.u32 lane, %laneid; and.b32 lane, lane, $2; "
+            "mad.wide.u32 at, lane, 4, $1; ld.global.nc.b32 $0, [at]; }",
+            "=r,l,r",
+            [table.to(tl.int64), SIZE - 1],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        # The last-but-one operand makes segments of SIZE lanes, so that only the index's low bits count.
+        segment: tl.constexpr = ((32 - SIZE) << 8) | 31
+        found = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, $3, -1;",
+            "=r,r,r,n",
+            [held, index, segment],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    elif NATIVE:
+        found = tl.inline_asm_elementwise(
+            "{ .reg .b64 at; mad.wide.u32 at, $2, 4, $1; ld.global.nc.b32 $0, [at]; }",
+            "=r,l,r",
+            [table.to(tl.int64), index & (SIZE - 1)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        found = tl.load(table + (index & (SIZE - 1)))
+    return found
 
 
 # -- floats in and out: bf16 and the outputs travel as integers, so that no conversion can touch a NaN ----------------
@@ -163,161 +227,23 @@ def cast_value(code, ELEMENT: tl.constexpr, FP8: tl.constexpr):
     return value
 
 
-# -- a block's statistics and its scale -----------------------------------------------------------------------------
-
-
-@triton.jit
-def measure(x, ELEMENT: tl.constexpr, WIDTH: tl.constexpr):
-    """What the scale of each row of x [groups, WIDTH] depends on, as two numbers of which some need only one.
-
-    - sign codes: the fp64 sum of magnitudes, added in the reference's order;
-    - affine codes: the largest and the smallest element, as integers that order like them;
-    - others: the bits of the largest magnitude, with its sign below them.
-
-    Zeros change nothing, so short blocks are padded with them, and parts of a block combine by `combine`.
-    """
-    if ELEMENT == SIGN:
-        first = sum_in_order(tl.abs(x).to(tl.float64), WIDTH)
-        second = first
-    elif ELEMENT == AFFINE:
-        bits = as_bits(x)
-        order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        first, second = tl.max(order, 1), tl.min(order, 1)
-    else:
-        bits = x.to(tl.uint32, bitcast=True)
-        first = as_bits(tl.max((bits << 1) | (bits >> 31), 1))
-        second = first
-    return first, second
-
-
-@triton.jit
-def sum_in_order(sums, WIDTH: tl.constexpr):
-    """`reference.mean_magnitude` before its division: leaves of 64 fold in halves, then pairs of neighbours add.
-
-    Every `tl.sum` here adds two numbers, so that no order is left to the compiler.
-    """
-    groups: tl.constexpr = sums.shape[0]
-    leaf: tl.constexpr = 64 if WIDTH > 64 else WIDTH
-    leaves: tl.constexpr = WIDTH // leaf
-    sums = sums.reshape([groups * leaves, leaf])
-    for level in tl.static_range(6):
-        if (leaf >> level) > 1:
-            sums = tl.sum(sums.reshape([groups * leaves, 2, leaf >> (level + 1)]), 1)
-    return sum_neighbours(sums.reshape([groups, leaves]), leaves)
-
-
-@triton.jit
-def sum_neighbours(sums, COUNT: tl.constexpr):
-    """The sum of each row of [groups, COUNT], adjacent pairs first."""
-    groups: tl.constexpr = sums.shape[0]
-    for level in tl.static_range(16):
-        if (COUNT >> level) > 1:
-            sums = tl.sum(sums.reshape([groups, COUNT >> (level + 1), 2]), 2)
-    return sums.reshape([groups])
-
-
-@triton.jit
-def combine(first, second, ELEMENT: tl.constexpr, COUNT: tl.constexpr):
-    """The statistics of whole blocks, from [groups, COUNT] statistics of their parts, in order."""
-    if ELEMENT == SIGN:
-        first = sum_neighbours(first, COUNT)
-        second = first
-    elif ELEMENT == AFFINE:
-        first, second = tl.max(first, 1), tl.min(second, 1)
-    else:
-        first = as_bits(tl.max(first.to(tl.uint32, bitcast=True), 1))
-        second = first
-    return first, second
-
-
-@triton.jit
-def choose_scale(first, second, sizes, step, limit, ELEMENT: tl.constexpr, SCALE: tl.constexpr, SIGNED: tl.constexpr):
-    """Each block's scale as it is stored, and whether the block is finite. Like `reference.choose_scale`."""
-    if ELEMENT == SIGN:
-        finite = first < float("inf")
-        spread = (first / sizes.to(tl.float64)).to(tl.float32)
-    elif ELEMENT == AFFINE:
-        finite = (first < INF_BITS) & (second > -INF_BITS - 1)
-        low = as_float(second ^ ((second >> 31) & 0x7FFFFFFF))
-        spread = as_float(tl.maximum(first, 0)) * step - tl.minimum(low, 0.0) * step
-        spread = tl.maximum(spread, FLT_MIN)
-    else:
-        finite = first.to(tl.uint32, bitcast=True) < 0xFF000000
-        spread = tl.maximum(as_float((first >> 1) & 0x7FFFFFFF) * step, FLT_MIN)
-    scale = round_up(spread, limit, SCALE)
-    if SIGNED:
-        scale = tl.where((first & 1) == 1, scale, -scale)
-    return scale, finite
-
-
-@triton.jit
-def round_up(spread, limit, SCALE: tl.constexpr):
-    """The smallest number of the stored format that is not below `spread`, at most `limit`."""
-    scale = spread
-    if SCALE == SCALE_BF16:
-        scale = as_float(((as_bits(spread) + 0xFFFF) >> 16) << 16)
-    elif SCALE == SCALE_E8M0:
-        scale = as_float(((as_bits(spread) + 0x7FFFFF) >> 23) << 23)
-    elif SCALE == SCALE_FP16:
-        scale = tl.minimum(spread, limit)
-        half = scale.to(tl.float16)
-        above = half.to(tl.int16, bitcast=True) + (half.to(tl.float32) < scale).to(tl.int16)
-        scale = above.to(tl.float16, bitcast=True).to(tl.float32)
-    return tl.minimum(scale, limit)
-
-
-@triton.jit
-def scale_bits(scale, finite, SCALE: tl.constexpr):
-    """Scales as integers of the size they are stored in."""
-    bits = tl.where(finite, as_bits(scale), NAN_BITS)
-    if SCALE == SCALE_FP16:
-        stored = tl.where(finite, scale.to(tl.float16).to(tl.int16, bitcast=True), 0x7E00).to(tl.int16)
-    elif SCALE == SCALE_BF16:
-        stored = (bits >> 16).to(tl.int16)
-    elif SCALE == SCALE_E8M0:
-        stored = (bits >> 23).to(tl.uint8)
-    else:
-        stored = bits
-    return stored
-
-
-@triton.jit
-def scale_value(stored, SCALE: tl.constexpr):
-    """Inverse of `scale_bits`; which NaN comes out is left open."""
-    if SCALE == SCALE_FP16:
-        scale = stored.to(tl.float16, bitcast=True).to(tl.float32)
-    elif SCALE == SCALE_BF16:
-        scale = as_float(stored.to(tl.int32) << 16)
-    elif SCALE == SCALE_E8M0:
-        bits = stored.to(tl.int32) << 23
-        scale = as_float(tl.where(bits == INF_BITS, NAN_BITS, bits))
-    else:
-        scale = as_float(stored)
-    return scale
-
-
-@triton.jit
-def zero_points(second, inverse, BITS: tl.constexpr):
-    """The code that stands for zero in each block of affine codes."""
-    low = tl.minimum(as_float(second ^ ((second >> 31) & 0x7FFFFFFF)), 0.0)
-    top: tl.constexpr = (1 << BITS) - 1
-    return as_bits(tl.minimum(tl.maximum(-low * inverse, 0.0), top * 1.0) + WHOLE) - WHOLE_BITS
-
-
 # -- elements and their codes ---------------------------------------------------------------------------------------
 
 
 @triton.jit
-def round_whole(y, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """y rounded half to even, within LOW..HIGH, as an integer. A NaN gives any integer."""
-    return as_bits(tl.minimum(tl.maximum(y, LOW * 1.0), HIGH * 1.0) + WHOLE) - WHOLE_BITS
+def round_whole(y, LOW: tl.constexpr, HIGH: tl.constexpr, OPEN: tl.constexpr):
+    """y rounded half to even, within LOW..HIGH, as an integer. A NaN gives any integer. OPEN: y rounds to no less."""
+    if not OPEN:
+        y = tl.maximum(y, LOW * 1.0)
+    return as_bits(tl.minimum(y, HIGH * 1.0) + WHOLE) - WHOLE_BITS
 
 
 @triton.jit
-def quantize(y, zeros, draws, ELEMENT: tl.constexpr, BITS: tl.constexpr, LOW: tl.constexpr, STOCHASTIC: tl.constexpr):
+def quantize(y, zeros, draws, ELEMENT: tl.constexpr, BITS: tl.constexpr, LOW: tl.constexpr, STOCHASTIC: tl.constexpr,
+             OPEN: tl.constexpr):  # fmt: skip
     """Codes of scaled elements, for INT (lowest code LOW) and AFFINE, as integers from 0 to 2**BITS - 1.
 
-    INT codes come out in offset binary, LOW's two's complement with its top bit flipped: see `FLIPPED` in packing.
+    INT codes come out with their top bit flipped, so that they need no mask: see `FLIPPED` in packing.
     """
     half: tl.constexpr = 1 << (BITS - 1)
     top: tl.constexpr = (1 << BITS) - 1
@@ -325,29 +251,34 @@ def quantize(y, zeros, draws, ELEMENT: tl.constexpr, BITS: tl.constexpr, LOW: tl
         whole = tl.floor(y)
         y = whole + tl.where(draws < y - whole, 1.0, 0.0)
     if ELEMENT == AFFINE:
-        code = tl.minimum(tl.maximum(round_whole(y, -top, top) + zeros, 0), top)
+        code = tl.minimum(tl.maximum(round_whole(y, -top, top, False) + zeros, 0), top)
     else:
-        code = round_whole(y, LOW, half - 1) + half
+        code = round_whole(y, LOW, half - 1, OPEN) + half
     return code
 
 
 @triton.jit
-def count_below(y, cells, thresholds, slope, middle, CELLS: tl.constexpr, STEPS: tl.constexpr):
+def count_below(y, cells, slope, middle, CELLS: tl.constexpr, STEPS: tl.constexpr, SEARCHED: tl.constexpr,
+                OPEN: tl.constexpr):  # fmt: skip
     """How many thresholds lie below y: the code of y in a table of levels.
 
     y's cell, a monotone function of y, says how many lie in the cells before; at most 2**STEPS - 1 lie in its own, and
-    a few comparisons count those. `gpu_tables.py` lays the cells out with the same arithmetic.
+    a few comparisons count those. `gpu_tables.py` lays the cells out with the same arithmetic. OPEN: y is at most 2%
+    larger than the largest level, and the cells reach that far.
     """
-    cell = as_bits(tl.minimum(tl.maximum(y * slope + middle, 0.0), (CELLS - 1) * 1.0) + WHOLE) - WHOLE_BITS
-    # Whatever a NaN became, the load stays inside; its block's codes are thrown away later.
-    entry = tl.load(cells + (cell & (CELLS - 1)))
-    code = (entry >> 32).to(tl.int32)
+    # The low bits of the sum are the cell. Whatever a NaN became, lookups stay inside the table, and its block's codes
+    # are thrown away later.
+    cell = y * slope + middle
+    if not OPEN:
+        cell = tl.minimum(tl.maximum(cell, 0.0), (CELLS - 1) * 1.0)
+    cell = as_bits(cell + WHOLE)
+    code = lookup(cells, cell, CELLS)
     if STEPS == 1:
-        code += (y > as_float(entry.to(tl.int32))).to(tl.int32)
+        code += (y > as_float(lookup(cells + CELLS, cell, CELLS))).to(tl.int32)
     else:
         for step in tl.static_range(STEPS):
-            ahead = tl.load(thresholds + code + ((1 << (STEPS - 1 - step)) - 1))
-            code += tl.where(y > ahead, 1 << (STEPS - 1 - step), 0)
+            ahead = lookup(cells + CELLS, code + ((1 << (STEPS - 1 - step)) - 1), SEARCHED)
+            code += tl.where(y > as_float(ahead), 1 << (STEPS - 1 - step), 0)
     return code
 
 

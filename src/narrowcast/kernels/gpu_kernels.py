@@ -9,21 +9,14 @@ Counts and offsets that change from call to call are not specialised on: a kerne
 and tile, not once per size.
 """
 
-# Triton reads annotations: no `from __future__ import annotations` here.
+# Triton reads annotations: no `from __future__ import annotations` here. Its language is not one that mypy knows.
+# mypy: ignore-errors
+# ruff: noqa: RUF059
 import triton
 import triton.language as tl
 
-from narrowcast.kernels.gpu_codes import (
-    FP32,
-    INT,
-    NAN_BITS,
-    SCALE_NONE,
-    as_bits,
-    as_float,
-    combine,
-    measure,
-    to_output,
-)
+from narrowcast.kernels.gpu_codes import FP32, INT, NAN_BITS, as_bits, as_float, to_output
+from narrowcast.kernels.gpu_scales import SCALE_NONE, combine, measure
 from narrowcast.kernels.gpu_tiles import decode_tile, encode_tile, load_floats, locate, places, store_floats
 
 FOLD = tl.constexpr(1024)
@@ -38,7 +31,8 @@ def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
               ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
               BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
               WORDS: tl.constexpr, FP8: tl.constexpr, RANKS: tl.constexpr, OWN_RANK: tl.constexpr,
-              DIVIDE: tl.constexpr, FUSED: tl.constexpr, CODE_SIZE: tl.constexpr, SCALE_SIZE: tl.constexpr):  # fmt: skip
+              DIVIDE: tl.constexpr, FUSED: tl.constexpr, CODE_SIZE: tl.constexpr,
+              SCALE_SIZE: tl.constexpr):  # fmt: skip
     """The tile's sum over ranks, in order. RANKS is 0 where their number is only known when the kernel runs."""
     if OWN_RANK == 0:
         total = load_floats(own, limit, GROUPS, BLOCK, WIDTH, MASKED, False)
@@ -54,7 +48,7 @@ def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
             if rank == OWN_RANK:
                 total = total + load_floats(own, limit, GROUPS, BLOCK, WIDTH, MASKED, False)
             else:
-                step = rank.to(tl.int64) * row_bytes
+                step = row_bytes.to(tl.int64) * rank
                 value, scale = decode_tile(codes + step // CODE_SIZE, scales + step // SCALE_SIZE, zeros + step,
                                            levels, limit, left, ELEMENT, BITS, SCALE, GROUPS, BLOCK, WIDTH, MASKED,
                                            EDGE, WORDS, FP8)  # fmt: skip
@@ -83,17 +77,17 @@ def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
 
 
 @triton.jit(do_not_specialize=_COUNTS + _OFFSETS)
-def encode_kernel(codes, scales, out, x, first, second, cells, thresholds, x_stride, row_bytes, numel, tiles,
+def encode_kernel(codes, scales, out, x, first, second, cells, x_stride, row_bytes, numel, tiles,
                   first_tile, chunks, block, groups, last_size, codes_end, scales_at, zeros_at, end, step, top_scale,
                   seed, slope, middle,
                   ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr,
                   SIGNED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
                   CHUNKED: tl.constexpr, MASKED: tl.constexpr, ALIGN: tl.constexpr, EDGE: tl.constexpr,
-                  FP8: tl.constexpr, CELLS: tl.constexpr, STEPS: tl.constexpr, CODE_SIZE: tl.constexpr,
-                  SCALE_SIZE: tl.constexpr):  # fmt: skip
+                  FP8: tl.constexpr, CELLS: tl.constexpr, STEPS: tl.constexpr, SEARCHED: tl.constexpr,
+                  CODE_SIZE: tl.constexpr, SCALE_SIZE: tl.constexpr, SINGLE: tl.constexpr):  # fmt: skip
     """`codes`, `scales` and `out` are the same bytes, seen as the integers that each needs."""
     row, tile, group, start, limit = locate(
-        tiles, first_tile, chunks, block, numel, GROUPS, BLOCK, WIDTH, CHUNKED, ALIGN, EDGE
+        tiles, first_tile, chunks, block, numel, GROUPS, BLOCK, WIDTH, CHUNKED, ALIGN, EDGE, SINGLE
     )
     values = load_floats(x + row * x_stride + start, limit, GROUPS, BLOCK, WIDTH, MASKED, ELEMENT == FP32)
     a, b = 0, 0
@@ -104,8 +98,8 @@ def encode_kernel(codes, scales, out, x, first, second, cells, thresholds, x_str
     codes_at = tl.multiple_of(start // 8 * BITS if BITS < 8 else start * (BITS // 8), ALIGN * BITS // 8)
     encode_tile(values, codes + (base + codes_at) // CODE_SIZE, scales + (base + scales_at) // SCALE_SIZE + group,
                 out + base + zeros_at + group, a, b, row, group, start, limit, groups - group, block, last_size, step,
-                top_scale, seed, cells, thresholds, slope, middle, ELEMENT, BITS, SCALE, STOCHASTIC, SIGNED, GROUPS,
-                BLOCK, WIDTH, MASKED, EDGE, False, FP8, CELLS, STEPS, CHUNKED)  # fmt: skip
+                top_scale, seed, cells, slope, middle, ELEMENT, BITS, SCALE, STOCHASTIC, SIGNED, GROUPS,
+                BLOCK, WIDTH, MASKED, EDGE, False, FP8, CELLS, STEPS, SEARCHED, CHUNKED)  # fmt: skip
     if tile == 0:
         store_padding(out + base, codes_end, scales_at, end, row_bytes)
 
@@ -122,10 +116,10 @@ def store_padding(out, codes_end, scales_at, end, row_bytes):
 @triton.jit(do_not_specialize=_COUNTS)
 def measure_kernel(first, second, x, x_stride, numel, tiles, first_tile, chunks, block,
                    ELEMENT: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, ALIGN: tl.constexpr,
-                   EDGE: tl.constexpr):  # fmt: skip
+                   EDGE: tl.constexpr, SINGLE: tl.constexpr):  # fmt: skip
     """Statistics of every chunk, [rows, tiles]."""
     row, tile, group, start, limit = locate(
-        tiles, first_tile, chunks, block, numel, 1, WIDTH, WIDTH, True, ALIGN, EDGE
+        tiles, first_tile, chunks, block, numel, 1, WIDTH, WIDTH, True, ALIGN, EDGE, SINGLE
     )
     values = load_floats(x + row * x_stride + start, limit, 1, WIDTH, WIDTH, MASKED, False)
     a, b = measure(values, ELEMENT, WIDTH)
@@ -156,10 +150,11 @@ def decode_kernel(out, codes, scales, data, levels, own, out_stride, row_bytes, 
                   BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
                   ALIGN: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr,
                   CODE_SIZE: tl.constexpr, SCALE_SIZE: tl.constexpr, RANKS: tl.constexpr, OWN_RANK: tl.constexpr,
-                  DIVIDE: tl.constexpr, FUSED: tl.constexpr, OUTPUT: tl.constexpr, RAW: tl.constexpr):  # fmt: skip
+                  DIVIDE: tl.constexpr, FUSED: tl.constexpr, OUTPUT: tl.constexpr, RAW: tl.constexpr,
+                  SINGLE: tl.constexpr):  # fmt: skip
     """Row r of `out` from row r of `data`, or one row from the sum of `ranks` rows."""
     row, tile, group, start, limit = locate(
-        tiles, first_tile, chunks, block, numel, GROUPS, BLOCK, WIDTH, CHUNKED, ALIGN, EDGE
+        tiles, first_tile, chunks, block, numel, GROUPS, BLOCK, WIDTH, CHUNKED, ALIGN, EDGE, SINGLE
     )
     base = row * row_bytes
     codes_at = tl.multiple_of(start // 8 * BITS if BITS < 8 else start * (BITS // 8), ALIGN * BITS // 8)
@@ -172,18 +167,19 @@ def decode_kernel(out, codes, scales, data, levels, own, out_stride, row_bytes, 
 
 
 @triton.jit(do_not_specialize=[*_COUNTS, *_OFFSETS, "ranks"])
-def reduce_kernel(to_codes, to_scales, out, codes, scales, data, levels, own, cells, thresholds, row_bytes, stride,
-                  numel, tiles, first_tile, block, groups, last_size, codes_end, scales_at, zeros_at, end, ranks, divisor,
-                  step, top_scale, seed, slope, middle,
+def reduce_kernel(to_codes, to_scales, out, codes, scales, data, levels, own, cells, row_bytes, stride,
+                  numel, tiles, first_tile, block, groups, last_size, codes_end, scales_at, zeros_at, end, ranks,
+                  divisor, step, top_scale, seed, slope, middle,
                   ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr,
                   SIGNED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
                   MASKED: tl.constexpr, ALIGN: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr,
                   STORE_WORDS: tl.constexpr, FP8: tl.constexpr, CELLS: tl.constexpr, STEPS: tl.constexpr,
-                  CODE_SIZE: tl.constexpr, TO_SIZE: tl.constexpr, SCALE_SIZE: tl.constexpr, RANKS: tl.constexpr,
-                  OWN_RANK: tl.constexpr, DIVIDE: tl.constexpr, FUSED: tl.constexpr):  # fmt: skip
+                  SEARCHED: tl.constexpr, CODE_SIZE: tl.constexpr, TO_SIZE: tl.constexpr,
+                  SCALE_SIZE: tl.constexpr, RANKS: tl.constexpr, OWN_RANK: tl.constexpr, DIVIDE: tl.constexpr,
+                  FUSED: tl.constexpr):  # fmt: skip
     """One row from the sum of `ranks` rows, for blocks that fit in a tile."""
     row, tile, group, start, limit = locate(
-        tiles, first_tile, 1, block, numel, GROUPS, BLOCK, WIDTH, False, ALIGN, EDGE
+        tiles, first_tile, 1, block, numel, GROUPS, BLOCK, WIDTH, False, ALIGN, EDGE, True
     )
     codes_at = tl.multiple_of(start // 8 * BITS if BITS < 8 else start * (BITS // 8), ALIGN * BITS // 8)
     total = sum_ranks(codes + codes_at // CODE_SIZE, scales + scales_at // SCALE_SIZE + group, data + zeros_at + group,
@@ -197,7 +193,7 @@ def reduce_kernel(to_codes, to_scales, out, codes, scales, data, levels, own, ce
         total = tl.where((real & (place < limit)).reshape([GROUPS, WIDTH]), total, 0.0)
     encode_tile(total, to_codes + codes_at // TO_SIZE, to_scales + scales_at // SCALE_SIZE + group,
                 out + zeros_at + group, 0, 0, row, group, start, limit, groups - group, block, last_size, step,
-                top_scale, seed, cells, thresholds, slope, middle, ELEMENT, BITS, SCALE, STOCHASTIC, SIGNED, GROUPS,
-                BLOCK, WIDTH, MASKED, EDGE, STORE_WORDS, FP8, CELLS, STEPS, False)  # fmt: skip
+                top_scale, seed, cells, slope, middle, ELEMENT, BITS, SCALE, STOCHASTIC, SIGNED, GROUPS,
+                BLOCK, WIDTH, MASKED, EDGE, STORE_WORDS, FP8, CELLS, STEPS, SEARCHED, False)  # fmt: skip
     if tile == 0:
         store_padding(out, codes_end, scales_at, end, row_bytes)

@@ -1,100 +1,30 @@
 """Triton: which kernel runs on which grid.
 
-A row is cut into tiles (`Cut`). Those that are full run without masks; a last one that is not runs in a launch of its
-own when the row is long, else all run masked. Sizes of tiles are fixed (`TILES`): nothing is tuned when a user
-calls, so the first call compiles and no more.
+Arguments are trusted, as everywhere below codecs. Bytes that no codec of that name wrote (scales out of all range)
+decode as in the reference; sums of such rows may differ from it where a product overflows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from narrowcast.kernels import gpu_kernels, reference
+from narrowcast.kernels import gpu_kernels, gpu_plan, reference
 from narrowcast.kernels.gpu_codes import INTERPRETED
+from narrowcast.kernels.gpu_plan import Cut, Tile, cut, launches, tile_for
 from narrowcast.kernels.gpu_tables import cells
 from narrowcast.kernels.layout import SCALE_BYTES, Element, Format, Recipe, Scale, layout, scaling
-
-
-class Tile(NamedTuple):
-    """Elements that one program takes, and the warps it runs on."""
-
-    elements: int
-    warps: int
-
-
-TILES: dict[tuple[str, int], Tile] = {
-    ("encode", 32): Tile(2048, 4),
-    ("decode", 32): Tile(2048, 4),
-    ("reduce", 32): Tile(2048, 4),
-    ("reduce", 8): Tile(2048, 4),
-    ("reduce", 4): Tile(4096, 4),
-}
-"""Per operation and bits per code, at most so many; bench/gpu.py --sweep tries others."""
-
-ONE_PASS = 8192
-"""Blocks up to this size are measured and encoded by one program; larger ones take two passes over the input."""
 
 UNROLLED = 16
 """Up to so many ranks, a sum's loop is unrolled, so that the loads of several ranks are in flight."""
 
-SPLIT = 16
-"""Rows of at least so many full tiles get a launch without masks."""
-
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-
-
-class Cut(NamedTuple):
-    """How a row is cut into tiles."""
-
-    groups: int
-    """Blocks per tile; 1 where a tile is a chunk of a block."""
-    block: int
-    width: int
-    chunked: bool
-    chunks: int
-    tiles: int
-    full: int
-    """Leading tiles that need no mask."""
-    align: int
-    """A power of two that divides every tile's first element."""
-    edge: int
-    """A power of two that divides every tile's number of elements."""
-
-    def words(self, bits: int) -> bool:
-        """Whether the codes of every tile start at a 32-bit word."""
-        whole = bits in (1, 2, 4, 8) and self.width * bits >= 32 and self.align * bits % 32 == 0
-        return whole and self.block == self.width
-
-
-@lru_cache(maxsize=4096)
-def cut(format: Format, numel: int, elements: int, one_pass: int) -> Cut:
-    """Cut a row of `numel` elements into tiles of about `elements`."""
-    where = layout(format, numel)
-    size = where.group_size if format.scale != Scale.NONE else elements
-    count = -(-numel // size)
-    if format.scale != Scale.NONE and size > one_pass and numel > one_pass:
-        chunks = -(-size // elements)
-        starts = elements if count == 1 else math.gcd(elements, size)
-        even = size % elements == 0 and numel % size == 0
-        full = count * chunks if even else numel // elements if count == 1 else 0
-        edge = math.gcd(128, elements, numel, size)
-        return Cut(1, elements, elements, True, chunks, count * chunks, full, math.gcd(128, starts), edge)
-    width = triton.next_power_of_2(max(min(size, numel), 8))
-    block = width if count == 1 else size
-    groups = min(max(elements // width, 1), triton.next_power_of_2(count))
-    tile = groups * block
-    full = numel // tile if block == width else 0
-    align = math.gcd(128, tile)
-    return Cut(groups, block, width, False, 1, -(-count // groups), full, align, math.gcd(align, numel))
 
 
 class Triton:
@@ -137,8 +67,8 @@ class Triton:
     ) -> None:
         if numel == 0:
             return
-        tile = _tile("reduce", recipe.format.bits)
-        if cut(recipe.format, numel, tile.elements, ONE_PASS).chunked:
+        tile = tile_for("reduce", recipe.format.bits)
+        if cut(recipe.format, numel, tile.elements, gpu_plan.ONE_PASS).chunked:
             total = torch.empty(numel, device=data.device)
             self.decode_sum(total, data, recipe, own, own_rank, divisor)
             self.encode(out.view(1, -1), total.view(1, -1), recipe, seed)
@@ -154,15 +84,15 @@ class Triton:
 def _encode(out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
     format = recipe.format
     count, numel = rows.shape
-    tile = _tile("encode", format.bits)
-    tiles = cut(format, numel, tile.elements, ONE_PASS)
+    tile = tile_for("encode", format.bits)
+    tiles = cut(format, numel, tile.elements, gpu_plan.ONE_PASS)
     code_size = max(format.bits // 8, 1)
     x = rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
     source = {"x": x, "x_stride": rows.stride(0) if count > 1 else numel}
     first = second = x
     if tiles.chunked:
         first, second = _measure(source, recipe, numel, count, tiles, tile)
-    for launch in _launches(tiles):
+    for launch in launches(tiles):
         gpu_kernels.encode_kernel[(launch["tiles"] * count,)](
             codes=_seen(out, code_size),
             scales=_seen(out, _scale_size(format)),
@@ -171,6 +101,7 @@ def _encode(out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
             second=second,
             chunks=tiles.chunks,
             CHUNKED=tiles.chunked,
+            SINGLE=count == 1,
             CODE_SIZE=code_size,
             **source,
             **launch,
@@ -195,7 +126,7 @@ def _measure(
         return first, torch.empty_like(first) if element == Element.AFFINE else first
 
     found = room(tiles.chunks)
-    for launch in _launches(tiles._replace(full=tiles.full if tiles.full == tiles.tiles else 0)):
+    for launch in launches(tiles._replace(full=tiles.full if tiles.full == tiles.tiles else 0)):
         gpu_kernels.measure_kernel[(launch["tiles"] * count,)](
             first=found[0],
             second=found[1],
@@ -206,6 +137,7 @@ def _measure(
             WIDTH=tiles.width,
             ALIGN=tiles.align,
             EDGE=tiles.edge,
+            SINGLE=count == 1,
             **source,
             **launch,
             **_options(tiles, tile),
@@ -226,15 +158,16 @@ def _decode(
 ) -> None:
     format = recipe.format
     count, numel = out.shape
-    tile = _tile("decode", format.bits)
-    tiles = cut(format, numel, tile.elements, ONE_PASS)
+    tile = tile_for("decode", format.bits)
+    tiles = cut(format, numel, tile.elements, gpu_plan.ONE_PASS)
     kept = ranks == 1 and own is None and format.element == Element.FP32
-    for launch in _launches(tiles):
+    for launch in launches(tiles):
         gpu_kernels.decode_kernel[(launch["tiles"] * count,)](
             out=_seen(out, out.element_size()),
             out_stride=numel,
             chunks=tiles.chunks,
             CHUNKED=tiles.chunked,
+            SINGLE=count == 1,
             OUTPUT=OUTPUTS[out.dtype],
             RAW=kept,
             **launch,
@@ -257,10 +190,10 @@ def _reduce(
     tile: Tile,
 ) -> None:
     format = recipe.format
-    tiles = cut(format, numel, tile.elements, ONE_PASS)
+    tiles = cut(format, numel, tile.elements, gpu_plan.ONE_PASS)
     summing = _summing(data, recipe, numel, tiles, len(data), own, own_rank, divisor)
     stride = summing.pop("row_bytes")
-    for launch in _launches(tiles):
+    for launch in launches(tiles):
         # A word at a row's end would overwrite what follows the codes.
         words = tiles.words(format.bits) and not launch["MASKED"]
         to_size = 4 if words else max(format.bits // 8, 1)
@@ -279,18 +212,6 @@ def _reduce(
             **summing,
             **_options(tiles, tile),
         )
-
-
-def _launches(tiles: Cut) -> Iterator[dict[str, Any]]:
-    """The parts of a grid: all tiles at once, or the full ones without masks and then the rest."""
-    if tiles.full == tiles.tiles:
-        parts = [(0, tiles.tiles, False)]
-    elif tiles.full >= SPLIT:
-        parts = [(0, tiles.full, False), (tiles.full, tiles.tiles, True)]
-    else:
-        parts = [(0, tiles.tiles, True)]
-    for start, stop, masked in parts:
-        yield {"first_tile": start, "tiles": stop - start, "MASKED": masked}
 
 
 def _places(format: Format, numel: int) -> dict[str, Any]:
@@ -332,12 +253,11 @@ def _format(format: Format, tiles: Cut, device: torch.device) -> dict[str, Any]:
 def _encoding(recipe: Recipe, seed: int, anything: Tensor) -> dict[str, Any]:
     format = recipe.format
     step, limit = scaling(format, recipe.peak)
-    found: dict[str, Any] = {"cells": anything, "thresholds": anything, "slope": 0.0, "middle": 0.0}
-    found |= {"CELLS": 0, "STEPS": 0}
+    found: dict[str, Any] = {"cells": anything, "slope": 0.0, "middle": 0.0, "CELLS": 0, "STEPS": 0, "SEARCHED": 0}
     if recipe.table is not None:
-        entries, thresholds, slope, middle, steps, _ = cells(recipe.table)
-        found = {"cells": entries, "thresholds": thresholds, "slope": slope, "middle": middle}
-        found |= {"CELLS": len(entries), "STEPS": steps}
+        entries, count, searched, slope, middle, steps, _, _ = cells(recipe.table)
+        found = {"cells": entries, "slope": slope, "middle": middle}
+        found |= {"CELLS": count, "STEPS": steps, "SEARCHED": searched}
     return found | {
         "step": step,
         "top_scale": limit,
@@ -369,7 +289,7 @@ def _summing(
         "codes": _seen(data, code_size),
         "scales": _seen(data, _scale_size(format)),
         "data": data,
-        "levels": data if recipe.table is None else recipe.table,
+        "levels": data if recipe.table is None else recipe.table.view(torch.int32),
         "own": mine.view(torch.int16) if mine.dtype == torch.bfloat16 else mine,
         "row_bytes": stride,
         "ranks": ranks,
@@ -379,8 +299,15 @@ def _summing(
         "RANKS": ranks if ranks <= UNROLLED else 0,
         "OWN_RANK": own_rank,
         "DIVIDE": divide,
-        "FUSED": format.element in (Element.INT, Element.AFFINE) and format.scale != Scale.FP32,
+        "FUSED": format.scale != Scale.FP32 and _whole_codes(recipe),
     }
+
+
+def _whole_codes(recipe: Recipe) -> bool:
+    """Whether codes stand for whole numbers small enough that multiplying by a 16-bit scale is exact."""
+    if recipe.table is not None:
+        return cells(recipe.table).whole
+    return recipe.format.element in (Element.INT, Element.AFFINE)
 
 
 def _options(tiles: Cut, tile: Tile) -> dict[str, Any]:
@@ -391,11 +318,6 @@ def _options(tiles: Cut, tile: Tile) -> dict[str, Any]:
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
-
-
-def _tile(operation: str, bits: int) -> Tile:
-    """The tile of an operation on codes of so many bits: the entry of the fewest bits that are enough."""
-    return TILES[operation, min(wide for name, wide in TILES if name == operation and wide >= bits)]
 
 
 def _scale_size(format: Format) -> int:
@@ -440,6 +362,6 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _has_fp8(device: torch.device) -> bool:
     return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,7 +1,7 @@
 """How a GPU finds the level nearest to a number: a table cut into cells.
 
-A cell is `round(clamp(y * slope + middle, 0, cells - 1))` in fp32: a function that never falls as y grows. So thresholds
-in earlier cells lie below y, those in later cells do not, and only the ones in y's own cell need a comparison.
+A cell is `round(clamp(y * slope + middle, 0, cells - 1))` in fp32: a function that never falls as y grows. So
+thresholds in earlier cells lie below y, those in later cells do not, and only those in y's own need a comparison.
 Laid out so that no cell holds more than one threshold, a lookup and a comparison find any code, exactly.
 """
 
@@ -16,6 +16,10 @@ from torch import Tensor
 from narrowcast.kernels.layout import to_float32
 
 MOST_CELLS = 1024
+REACH = 1.02
+"""Scales are rounded up, so scaled elements hardly exceed the largest level: by 0.8% at most, unless the scale was cut
+at its format's limit far below what it should be, which bf16 and fp32 have no need of.
+"""
 REMEMBERED = 256
 
 
@@ -23,13 +27,18 @@ class Cells(NamedTuple):
     """A table of levels as kernels search it."""
 
     entries: Tensor
-    """int64 per cell: how many thresholds lie in the cells before, and below that the bits of the cell's threshold."""
-    thresholds: Tensor
-    """fp32, with infinities behind the last, so that a search may look ahead."""
+    """int32: for each cell how many thresholds lie in the cells before; then, as bits of fp32, the threshold in each
+    cell where there is at most one (`steps` is 1), or else all thresholds, with infinities behind the last.
+    """
+    size: int
+    searched: int
+    """Thresholds listed, a power of two, where cells hold several."""
     slope: float
     middle: float
     steps: int
     """Halvings that settle a cell: it holds at most 2**steps - 1 thresholds."""
+    whole: bool
+    """Whether the levels are whole numbers of at most 13 bits, whose product with a 16-bit scale is exact."""
     table: Tensor
     """Keeps the memory alive whose address `cells` remembers this by."""
 
@@ -52,28 +61,33 @@ def cells(table: Tensor) -> Cells:
 def lay_out(table: Tensor) -> Cells:
     thresholds = table[1].cpu()
     thresholds = thresholds[thresholds.isfinite()]
+    levels = table[0].cpu()
+    reach = REACH * float(levels[levels.isfinite()].abs().max())
     count = 32
     while True:
-        slope, middle = line(thresholds, count)
+        slope, middle = line(reach, count)
         owner = cell_of(thresholds, slope, middle, count)
         crowd = int(torch.bincount(owner, minlength=count).max())
         if crowd <= 1 or count == MOST_CELLS:
             break
         count *= 2
     before = torch.searchsorted(owner, torch.arange(count))
-    own = torch.full((count,), torch.inf)
-    own[owner] = thresholds
-    entries = (before << 32) | (own.view(torch.int32).long() & 0xFFFFFFFF)
     steps = crowd.bit_length()
-    padded = torch.cat([thresholds, torch.full((table.shape[1] + 2**steps - len(thresholds),), torch.inf)])
-    return Cells(entries.to(table.device), padded.to(table.device), slope, middle, steps, table)
+    if steps == 1:
+        listed = torch.full((count,), torch.inf)
+        listed[owner] = thresholds
+    else:
+        listed = torch.full((2 * table.shape[1],), torch.inf)
+        listed[: len(thresholds)] = thresholds
+    entries = torch.cat([before.int(), listed.view(torch.int32)]).to(table.device)
+    finite = levels[levels.isfinite()]
+    whole = bool((finite == finite.round()).all()) and float(finite.abs().max()) < 2**13
+    return Cells(entries, count, len(listed), slope, middle, steps, whole, table)
 
 
-def line(thresholds: Tensor, count: int) -> tuple[float, float]:
-    """The slope and middle that spread the thresholds over all cells."""
-    low, high = float(thresholds[0]), float(thresholds[-1])
-    slope = to_float32(min((count - 1) / (high - low), 1e30)) if high > low else 1.0
-    return slope, to_float32(-low * slope)
+def line(reach: float, count: int) -> tuple[float, float]:
+    """The slope and middle that spread the numbers from -reach to reach over all cells."""
+    return to_float32((count - 1) / (2 * reach)), (count - 1) / 2
 
 
 def cell_of(y: Tensor, slope: float, middle: float, count: int) -> Tensor:

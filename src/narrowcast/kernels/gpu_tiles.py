@@ -8,7 +8,9 @@ Codes narrower than a byte are packed in registers: neighbours lie in the same t
 without leaving it. Aligned tiles move as 32-bit words, others as bytes.
 """
 
-# Triton reads annotations: no `from __future__ import annotations` here.
+# Triton reads annotations: no `from __future__ import annotations` here. Its language is not one that mypy knows.
+# mypy: ignore-errors
+# ruff: noqa: RUF059, SIM108, SIM109
 import triton
 import triton.language as tl
 
@@ -16,25 +18,30 @@ from narrowcast.kernels.gpu_codes import (
     AFFINE,
     E4M3,
     E5M2,
-    FP32,
     INT,
     LEVELS,
-    NATIVE,
-    SCALE_NONE,
     SIGN,
     as_bits,
     as_float,
     cast_bits,
     cast_value,
-    choose_scale,
     count_below,
-    measure,
+    insert,
+    lookup,
     mix64,
     quantize,
-    scale_bits,
-    scale_value,
+    reciprocal,
     to_float32,
     uniform,
+)
+from narrowcast.kernels.gpu_scales import (
+    SCALE_BF16,
+    SCALE_FP32,
+    SCALE_NONE,
+    choose_scale,
+    measure,
+    scale_bits,
+    scale_value,
     zero_points,
 )
 
@@ -52,11 +59,17 @@ def locate(
     CHUNKED: tl.constexpr,
     ALIGN: tl.constexpr,
     EDGE: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):
     """This program's row, tile, first block, first element, and how many of its elements exist."""
     program = tl.program_id(0)
-    row = (program // tiles).to(tl.int64)
-    tile = (program % tiles + first_tile).to(tl.int64)
+    if SINGLE:
+        # One row: no division.
+        row = (program * 0).to(tl.int64)
+        tile = (program + first_tile).to(tl.int64)
+    else:
+        row = (program // tiles).to(tl.int64)
+        tile = (program % tiles + first_tile).to(tl.int64)
     if CHUNKED:
         group = tile // chunks
         inside = (tile % chunks) * WIDTH
@@ -116,7 +129,7 @@ def store_floats(
         tl.store(out + place, bits)
 
 
-# -- codes <-> bytes ----------------------------------------------------------------------------------------------------
+# -- codes <-> bytes ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -136,8 +149,11 @@ def load_units(ptr, limit, SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def load_codes(ptr, limit, BITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-               MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
-    """The tile's codes as integers [GROUPS, WIDTH]; those of 16 and 32 bits as they lie in memory."""
+               MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr, CLEAN: tl.constexpr):  # fmt: skip
+    """The tile's codes as integers [GROUPS, WIDTH]; those of 16 and 32 bits as they lie in memory.
+
+    Where CLEAN is false, the bits above a code are left as they come.
+    """
     if BITS == 16 or BITS == 32:
         codes = load_units(ptr, limit, 1, GROUPS, BLOCK, WIDTH, MASKED, EDGE, 1)
     elif BITS & (BITS - 1) == 0:
@@ -146,7 +162,8 @@ def load_codes(ptr, limit, BITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.c
         for level in tl.static_range(5):
             if (16 >> level) >= BITS and (16 >> level) < held:
                 codes = tl.join(codes, codes >> (16 >> level))
-        codes = codes & ((1 << BITS) - 1)
+        if CLEAN:
+            codes = codes & ((1 << BITS) - 1)
     else:
         # Eight codes in BITS bytes.
         kind = tl.int32 if BITS == 3 else tl.int64
@@ -206,20 +223,6 @@ def store_codes(ptr, codes, limit, BITS: tl.constexpr, GROUPS: tl.constexpr, BLO
 
 
 @triton.jit
-def insert(word, MASK: tl.constexpr, BASE: tl.constexpr):
-    """(word & MASK) ^ BASE: one instruction, which the compiler does not find on its own."""
-    if NATIVE:
-        mask = tl.full([1], MASK, tl.int32)
-        base = tl.full([1], BASE, tl.int32)
-        word = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0x6A;", "=r,r,r,r", [word, mask, base], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        word = (word & MASK) ^ BASE
-    return word
-
-
-@triton.jit
 def field(word, offset, AT: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr):
     """The BITS bits of `word` from bit AT on as an fp32 number, two's complement if HALF is set, less `offset`.
 
@@ -246,12 +249,12 @@ def load_whole(ptr, zeros, limit, BITS: tl.constexpr, HALF: tl.constexpr, GROUPS
             whole = tl.join(even, tl.join(field(words, offset, 4, 4, HALF), field(words, offset, 12, 4, HALF)))
         whole = whole.reshape([GROUPS, WIDTH])
     else:
-        codes = load_codes(ptr, limit, BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS)
+        codes = load_codes(ptr, limit, BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, True)
         whole = as_float(codes ^ (0x4B000000 | HALF)) - (8388608 + HALF + zeros[:, None]).to(tl.float32)
     return whole
 
 
-# -- tiles ----------------------------------------------------------------------------------------------------------------
+# -- tiles ------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -260,7 +263,8 @@ def decode_tile(codes, scales, zeros, levels, limit, left, ELEMENT: tl.constexpr
                 MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
     """The tile whose codes, scales and zero points start at these pointers, as two factors of fp32 values."""
     if SCALE == SCALE_NONE:
-        value = cast_value(load_codes(codes, limit, BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS), ELEMENT, FP8)
+        code = load_codes(codes, limit, BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, True)
+        value = cast_value(code, ELEMENT, FP8)
         scale = tl.full([1, 1], 1.0, tl.float32)
     else:
         group = tl.arange(0, GROUPS)
@@ -274,23 +278,24 @@ def decode_tile(codes, scales, zeros, levels, limit, left, ELEMENT: tl.constexpr
             half: tl.constexpr = 1 << (BITS - 1)
             value = load_whole(codes, zero, limit, BITS, half, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS)
         else:
-            code = load_codes(codes, limit, BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS)
+            code = load_codes(codes, limit, BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, ELEMENT != LEVELS)
             if ELEMENT == SIGN:
                 value = as_float((code << 31) | 0x3F800000)
             elif ELEMENT == LEVELS:
-                value = tl.load(levels + code)
+                value = as_float(lookup(levels, code, 1 << BITS))
             else:
                 value = cast_value(code, ELEMENT, FP8)
     return value, scale
 
 
 @triton.jit
-def encode_tile(x, codes, scales, zeros, first, second, row, group, start, limit, left, block, last_size, step, top_scale,
-                seed, cells, thresholds, slope, middle,
+def encode_tile(x, codes, scales, zeros, first, second, row, group, start, limit, left, block, last_size, step,
+                top_scale, seed, cells, slope, middle,
                 ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr,
                 SIGNED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
                 MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr,
-                CELLS: tl.constexpr, STEPS: tl.constexpr, CHUNKED: tl.constexpr):  # fmt: skip
+                CELLS: tl.constexpr, STEPS: tl.constexpr, SEARCHED: tl.constexpr,
+                CHUNKED: tl.constexpr):  # fmt: skip
     """Encode x [GROUPS, WIDTH] into the bytes at these pointers. CHUNKED: `first` and `second` measure its block."""
     if SCALE == SCALE_NONE:
         code = cast_bits(x, ELEMENT, FP8)
@@ -300,15 +305,17 @@ def encode_tile(x, codes, scales, zeros, first, second, row, group, start, limit
             first, second = measure(x, ELEMENT, WIDTH)
         sizes = tl.where(index == left - 1, last_size, block)
         scale, finite = choose_scale(first, second, sizes, step, top_scale, ELEMENT, SCALE, SIGNED)
-        inverse = tl.div_rn(1.0, scale)
+        inverse = reciprocal(scale)
         tl.store(scales + index, scale_bits(scale, finite, SCALE), mask=index < left)
+        # A scale that is only ever cut by a rounding error leaves |y| that close to the largest code or level.
+        close: tl.constexpr = SCALE == SCALE_FP32 or SCALE == SCALE_BF16
         nothing: tl.constexpr = (1 << (BITS - 1)) if ELEMENT == INT else 0
         if ELEMENT == SIGN:
             code = (as_bits(x) >> 31) & 1
         else:
             y = x * inverse[:, None]
             if ELEMENT == LEVELS:
-                code = count_below(y, cells, thresholds, slope, middle, CELLS, STEPS)
+                code = count_below(y, cells, slope, middle, CELLS, STEPS, SEARCHED, close)
             elif ELEMENT == E4M3 or ELEMENT == E5M2:
                 code = cast_bits(y, ELEMENT, FP8)
             else:
@@ -322,7 +329,8 @@ def encode_tile(x, codes, scales, zeros, first, second, row, group, start, limit
                     key = mix64((seed + row).to(tl.uint64))
                     draws = uniform(key, start, place).reshape([GROUPS, WIDTH])
                 low: tl.constexpr = -(1 << (BITS - 1)) + (0 if SIGNED else 1)
-                code = quantize(y, zero[:, None], draws, ELEMENT, BITS, low, STOCHASTIC)
+                open: tl.constexpr = SIGNED and close and (SCALE == SCALE_FP32 or BITS <= 5)
+                code = quantize(y, zero[:, None], draws, ELEMENT, BITS, low, STOCHASTIC, open)
         code = tl.where(finite[:, None], code, nothing)
     if MASKED and BITS < 8 and (ELEMENT == AFFINE or ELEMENT == LEVELS):
         # Zero stands for something there: the bits after a row's last code must be zero all the same.

@@ -69,7 +69,13 @@ inline void pack(const uint8_t* codes, uint8_t* out) {
     } else {
 #if defined(__AVX512VBMI__)
         __m512i bytes = _mm512_loadu_si512(codes);
-        if constexpr (BITS == 4) {
+        if constexpr (BITS == 1) {
+            uint64_t bits = _mm512_test_epi8_mask(bytes, bytes);
+            std::memcpy(out, &bits, 8);
+        } else if constexpr (BITS == 2) {
+            __m512i fours = _mm512_madd_epi16(_mm512_maddubs_epi16(bytes, _mm512_set1_epi16(0x0401)), _mm512_set1_epi32(0x00100001));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(fours));
+        } else if constexpr (BITS == 4) {
             __m512i pairs = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(0x1001));
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi16_epi8(pairs));
         } else {
@@ -97,6 +103,12 @@ inline void unpack(const uint8_t* in, uint8_t* codes) {
         std::memcpy(codes, in, 64);
     } else {
 #if defined(__AVX512VBMI__)
+        if constexpr (BITS == 1) {
+            uint64_t bits;
+            std::memcpy(&bits, in, 8);
+            _mm512_storeu_si512(codes, _mm512_maskz_set1_epi8(bits, 1));
+            return;
+        }
         static constexpr ByteOrder<BITS> order;
         alignas(64) static constexpr uint8_t shifts[8] = {0, BITS, 2 * BITS, 3 * BITS, 4 * BITS, 5 * BITS, 6 * BITS, 7 * BITS};
         __m512i bytes = _mm512_maskz_loadu_epi8((1ull << (8 * BITS)) - 1, in);

@@ -39,32 +39,50 @@ struct Dice {
 
 // -- integers -------------------------------------------------------------------------------------------------------
 
+#if defined(__AVX512F__)
+
+inline __m512i join(__m128i a, __m128i b, __m128i c, __m128i d) {
+    __m512i x = _mm512_castsi128_si512(a);
+    x = _mm512_inserti32x4(x, b, 1);
+    x = _mm512_inserti32x4(x, c, 2);
+    return _mm512_inserti32x4(x, d, 3);
+}
+
+// 16 elements over the scale, at most `top`, rounded half to even. What is far below comes out far below.
+inline __m512i rounded(const float* x, Scaling by, float top) {
+    return _mm512_cvtps_epi32(_mm512_min_ps(_mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(by.inverse)), _mm512_set1_ps(top)));
+}
+
+template <int BITS, bool SIGNED_SCALE>
+inline void quantize_int(const float* __restrict x, Scaling by, uint8_t* __restrict codes) {
+    constexpr int top = (1 << (BITS - 1)) - 1, low = SIGNED_SCALE ? -top - 1 : -top;
+    auto part = [&](int i) { return _mm512_cvtsepi32_epi8(rounded(x + 16 * i, by, float(top))); };
+    __m512i all = join(part(0), part(1), part(2), part(3));
+    if (low > -128) all = _mm512_max_epi8(all, _mm512_set1_epi8(char(low)));
+    if (BITS < 8) all = _mm512_and_si512(all, _mm512_set1_epi8(char((1 << BITS) - 1)));
+    _mm512_storeu_si512(codes, all);
+}
+
+template <int BITS>
+inline void quantize_affine(const float* __restrict x, Scaling by, uint8_t* __restrict codes) {
+    constexpr int top = (1 << BITS) - 1;
+    auto part = [&](int i) {
+        __m512i whole = _mm512_max_epi32(rounded(x + 16 * i, by, float(top)), _mm512_set1_epi32(-top));
+        whole = _mm512_max_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(by.zero)), _mm512_setzero_si512());
+        return _mm512_cvtusepi32_epi8(whole);
+    };
+    __m512i all = join(part(0), part(1), part(2), part(3));
+    _mm512_storeu_si512(codes, BITS < 8 ? _mm512_min_epu8(all, _mm512_set1_epi8(char(top))) : all);
+}
+
+#else
+
 template <int BITS, bool SIGNED_SCALE>
 inline void quantize_int(const float* __restrict x, Scaling by, uint8_t* __restrict codes) {
     constexpr float top = float((1 << (BITS - 1)) - 1), low = SIGNED_SCALE ? -top - 1 : -top;
     for (int i = 0; i < PIECE; ++i) {
         float y = clamp(x[i] * by.inverse, low, top) + ROUNDER;
         codes[i] = uint8_t(as<uint32_t>(y) & ((1u << BITS) - 1));
-    }
-}
-
-template <int BITS>
-inline void quantize_int_randomly(const float* __restrict x, Scaling by, const float* __restrict draws, uint8_t* __restrict codes) {
-    constexpr float top = float((1 << (BITS - 1)) - 1);
-    for (int i = 0; i < PIECE; ++i) {
-        float y = x[i] * by.inverse, whole = std::floor(y);
-        whole += draws[i] < y - whole ? 1.0f : 0.0f;
-        codes[i] = uint8_t(int32_t(clamp(whole, -top, top)) & ((1 << BITS) - 1));
-    }
-}
-
-template <int BITS>
-inline void quantize_affine(const float* __restrict x, Scaling by, const float* __restrict draws, uint8_t* __restrict codes) {
-    constexpr float top = float((1 << BITS) - 1);
-    for (int i = 0; i < PIECE; ++i) {
-        float y = x[i] * by.inverse, whole = std::floor(y);
-        whole += draws[i] < y - whole ? 1.0f : 0.0f;
-        codes[i] = uint8_t(clamp(clamp(whole, -top, top) + float(by.zero), 0.0f, top));
     }
 }
 
@@ -77,6 +95,28 @@ inline void quantize_affine(const float* __restrict x, Scaling by, uint8_t* __re
     }
 }
 
+#endif
+
+template <int BITS>
+inline void quantize_int_randomly(const float* __restrict x, Scaling by, const float* __restrict draws, uint8_t* __restrict codes) {
+    constexpr float top = float((1 << (BITS - 1)) - 1);
+    for (int i = 0; i < PIECE; ++i) {
+        float y = x[i] * by.inverse, whole = std::floor(y);
+        whole += draws[i] < y - whole ? 1.0f : 0.0f;
+        codes[i] = uint8_t(int32_t(clamp(whole, -top, top)) & ((1 << BITS) - 1));
+    }
+}
+
+template <int BITS>
+inline void quantize_affine_randomly(const float* __restrict x, Scaling by, const float* __restrict draws, uint8_t* __restrict codes) {
+    constexpr float top = float((1 << BITS) - 1);
+    for (int i = 0; i < PIECE; ++i) {
+        float y = x[i] * by.inverse, whole = std::floor(y);
+        whole += draws[i] < y - whole ? 1.0f : 0.0f;
+        codes[i] = uint8_t(clamp(clamp(whole, -top, top) + float(by.zero), 0.0f, top));
+    }
+}
+
 // What decoding does with a value: writes it, or adds it to what is there.
 template <bool ADD>
 inline void put(float value, float& out) {
@@ -85,6 +125,20 @@ inline void put(float value, float& out) {
 
 template <int BITS, bool ADD>
 inline void dequantize_int(const uint8_t* __restrict codes, Scaling by, float* __restrict out) {
+#if defined(__AVX512F__)
+    if constexpr (BITS <= 4) {  // the integers of up to 16 codes fit into one register, to be looked up
+        constexpr int half = 1 << (BITS - 1);
+        alignas(64) float integers[16];
+        for (int i = 0; i < 16; ++i) integers[i] = float(((i & (2 * half - 1)) ^ half) - half);
+        const __m512 table = _mm512_load_ps(integers), scale = _mm512_set1_ps(by.scale);
+        for (int i = 0; i < PIECE; i += 16) {
+            __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
+            __m512 value = _mm512_add_ps(_mm512_mul_ps(_mm512_permutexvar_ps(code, table), scale), _mm512_setzero_ps());
+            _mm512_storeu_ps(out + i, ADD ? _mm512_add_ps(_mm512_loadu_ps(out + i), value) : value);
+        }
+        return;
+    }
+#endif
     for (int i = 0; i < PIECE; ++i) {
         int32_t code = int8_t(uint8_t(codes[i] << (8 - BITS))) >> (8 - BITS);
         put<ADD>(float(code) * by.scale + 0.0f, out[i]);  // a zero times a negative scale is a zero all the same
@@ -118,88 +172,5 @@ template <class Format, bool ADD>
 inline void dequantize_float(const uint8_t* __restrict codes, float scale, float* __restrict out) {
     for (int i = 0; i < PIECE; ++i) put<ADD>(Format::widen(codes[i]) * scale, out[i]);
 }
-
-// -- levels: the code of y is how many thresholds lie below it -----------------------------------------------------------
-
-#if defined(__AVX512VBMI__)
-
-// A table of 1 << BITS floats in registers.
-template <int BITS>
-struct Registers {
-    static constexpr int COUNT = BITS <= 4 ? 1 : 1 << (BITS - 4);
-    __m512 part[COUNT];
-
-    explicit Registers(const float* table) {
-        for (int i = 0; i < COUNT; ++i) {
-            part[i] = _mm512_maskz_loadu_ps(BITS < 4 ? (1u << (1 << BITS)) - 1 : 0xFFFF, table + 16 * i);
-        }
-    }
-
-    inline __m512 operator[](__m512i index) const {
-        if constexpr (BITS <= 4) return _mm512_permutexvar_ps(index, part[0]);
-        __m512 found[COUNT > 1 ? COUNT / 2 : 1];
-        for (int i = 0; i < COUNT / 2; ++i) found[i] = _mm512_permutex2var_ps(part[2 * i], index, part[2 * i + 1]);
-        for (int bit = 5, left = COUNT / 2; left > 1; ++bit, left /= 2) {
-            __mmask16 upper = _mm512_test_epi32_mask(index, _mm512_set1_epi32(1 << bit));
-            for (int i = 0; i < left / 2; ++i) found[i] = _mm512_mask_mov_ps(found[2 * i], upper, found[2 * i + 1]);
-        }
-        return found[0];
-    }
-};
-
-// One step of a binary search: the thresholds that it may compare with, in the order of the index so far.
-template <int STEP>
-inline void search(const float* nodes, __m512 y, __m512i& index) {
-    const Registers<STEP> table(nodes + (1 << STEP) - 1);
-    __mmask16 above = _mm512_cmp_ps_mask(y, table[index], _CMP_GT_OQ);
-    index = _mm512_add_epi32(index, index);
-    index = _mm512_mask_add_epi32(index, above, index, _mm512_set1_epi32(1));
-}
-
-template <int BITS>
-inline void quantize_levels(const float* __restrict x, Scaling by, const float* __restrict nodes, uint8_t* __restrict codes) {
-    for (int i = 0; i < PIECE; i += 16) {
-        __m512 y = _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(by.inverse));
-        __m512i index = _mm512_setzero_si512();
-        search<0>(nodes, y, index);
-        if constexpr (BITS > 1) search<1>(nodes, y, index);
-        if constexpr (BITS > 2) search<2>(nodes, y, index);
-        if constexpr (BITS > 3) search<3>(nodes, y, index);
-        if constexpr (BITS > 4) search<4>(nodes, y, index);
-        if constexpr (BITS > 5) search<5>(nodes, y, index);
-        if constexpr (BITS > 6) search<6>(nodes, y, index);
-        if constexpr (BITS > 7) search<7>(nodes, y, index);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(index));
-    }
-}
-
-template <int BITS, bool ADD>
-inline void dequantize_levels(const uint8_t* __restrict codes, Scaling by, const float* __restrict levels, float* __restrict out) {
-    const Registers<BITS> table(levels);
-    for (int i = 0; i < PIECE; i += 16) {
-        __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
-        __m512 value = _mm512_mul_ps(table[index], _mm512_set1_ps(by.scale));
-        _mm512_storeu_ps(out + i, ADD ? _mm512_add_ps(_mm512_loadu_ps(out + i), value) : value);
-    }
-}
-
-#else
-
-template <int BITS>
-inline void quantize_levels(const float* __restrict x, Scaling by, const float* __restrict nodes, uint8_t* __restrict codes) {
-    for (int i = 0; i < PIECE; ++i) {
-        float y = x[i] * by.inverse;
-        uint32_t index = 0;
-        for (int step = 0; step < BITS; ++step) index = 2 * index + (y > nodes[(1u << step) - 1 + index] ? 1 : 0);
-        codes[i] = uint8_t(index);
-    }
-}
-
-template <int BITS, bool ADD>
-inline void dequantize_levels(const uint8_t* __restrict codes, Scaling by, const float* __restrict levels, float* __restrict out) {
-    for (int i = 0; i < PIECE; ++i) put<ADD>(levels[codes[i]] * by.scale, out[i]);
-}
-
-#endif
 
 }  // namespace

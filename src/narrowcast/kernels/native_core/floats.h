@@ -25,6 +25,9 @@ inline To as(From from) {
     return to;
 }
 
+// condition ? yes : no without a branch, so that loops vectorise whatever the compiler thinks of the two sides.
+inline uint32_t select(bool condition, uint32_t yes, uint32_t no) { return no ^ ((yes ^ no) & (0u - uint32_t(condition))); }
+
 // A float format with MANTISSA stored bits and this exponent bias, in the low bits of an integer. TOP is the code of its
 // largest finite number, NAN_CODE its NaN; a format without infinities has INF_CODE == NAN_CODE.
 template <int MANTISSA, int BIAS, uint32_t TOP, uint32_t INF_CODE, uint32_t NAN_CODE, int BITS>
@@ -41,22 +44,20 @@ struct Narrow {
         uint32_t sign = (bits >> 31) << (BITS - 1);
         uint32_t normal = ((magnitude + ((1u << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)) - REBIAS) >> SHIFT;
         uint32_t subnormal = as<uint32_t>(as<float>(magnitude) + as<float>(MAGIC)) - MAGIC;
-        uint32_t code = magnitude < SMALLEST_NORMAL ? subnormal : normal;
-        code = magnitude >= TOP_BITS ? TOP : code;
-        code |= sign;
-        code = magnitude == 0x7F800000u ? (INF_CODE == NAN_CODE ? NAN_CODE : INF_CODE | sign) : code;
-        return magnitude > 0x7F800000u ? NAN_CODE : code;
+        uint32_t code = select(magnitude < SMALLEST_NORMAL, subnormal, normal);
+        code = select(magnitude >= TOP_BITS, TOP, code) | sign;
+        code = select(magnitude == 0x7F800000u, INF_CODE == NAN_CODE ? NAN_CODE : INF_CODE | sign, code);
+        return select(magnitude > 0x7F800000u, NAN_CODE, code);
     }
 
     static inline float widen(uint32_t code) {
         uint32_t magnitude = code & (SIGN_BIT - 1), sign = (code & SIGN_BIT) << (32 - BITS);
         uint32_t normal = (magnitude << SHIFT) + REBIAS;
         float small = float(int32_t(magnitude)) * as<float>(uint32_t(127 + 1 - BIAS - MANTISSA) << 23);
-        uint32_t bits = magnitude < (1u << MANTISSA) ? as<uint32_t>(small) : normal;
-        bits |= sign;
-        bits = INF_CODE != NAN_CODE && magnitude == INF_CODE ? 0x7F800000u | sign : bits;
+        uint32_t bits = select(magnitude < (1u << MANTISSA), as<uint32_t>(small), normal) | sign;
+        if (INF_CODE != NAN_CODE) bits = select(magnitude == INF_CODE, 0x7F800000u | sign, bits);
         bool nan = INF_CODE != NAN_CODE ? magnitude > INF_CODE : magnitude == NAN_CODE;
-        return as<float>(nan ? 0x7FC00000u : bits);
+        return as<float>(select(nan, 0x7FC00000u, bits));
     }
 
    private:
@@ -73,17 +74,20 @@ struct Brain {
         uint32_t bits = as<uint32_t>(x), magnitude = bits & 0x7FFFFFFFu;
         uint32_t code = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
         uint32_t sign = (bits >> 16) & 0x8000u;
-        code = magnitude >= 0x7F7F0000u ? 0x7F7Fu | sign : code;
-        code = magnitude == 0x7F800000u ? 0x7F80u | sign : code;
-        return magnitude > 0x7F800000u ? 0x7FC0u : code;
+        code = select(magnitude >= 0x7F7F0000u, 0x7F7Fu | sign, code);
+        code = select(magnitude == 0x7F800000u, 0x7F80u | sign, code);
+        return select(magnitude > 0x7F800000u, 0x7FC0u, code);
     }
     static inline float widen(uint32_t code) {
         uint32_t bits = code << 16;
-        return as<float>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : bits);
+        return as<float>(select((bits & 0x7FFFFFFFu) > 0x7F800000u, 0x7FC00000u, bits));
     }
 };
 
-inline float canonical(float x) { return as<float>((as<uint32_t>(x) & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : as<uint32_t>(x)); }
+inline float canonical(float x) {
+    uint32_t bits = as<uint32_t>(x);
+    return as<float>(select((bits & 0x7FFFFFFFu) > 0x7F800000u, 0x7FC00000u, bits));
+}
 
 inline float from_double(double x) {
     float y = float(x);
@@ -144,7 +148,7 @@ inline const float* load(const Floats& row, int64_t begin, int64_t n, float* buf
 inline void fetch(const Floats& row, int64_t begin, int64_t n) {
     const int64_t size = row.dtype == F32 ? 4 : row.dtype == F64 ? 8 : 2;
     const char* at = static_cast<const char*>(row.data) + (begin - row.origin) * size;
-    for (int64_t line = 0; line < n * size; line += 64) __builtin_prefetch(at + line, 0, 2);
+    for (int64_t line = 0; line < n * size; line += 64) __builtin_prefetch(at + line);
 }
 
 // n fp32 values into an output of any dtype.

@@ -5,42 +5,33 @@
 
 #include "scales.h"
 
+// Into the loop over groups, so that what all groups share is set up once.
+#define NC_INLINE __attribute__((always_inline)) inline
+
 namespace {
 
-constexpr int64_t BATCH = 4096;  // elements that are measured, then quantized while they are in the first-level cache
+constexpr int64_t BATCH = 2048;  // elements that are measured, then quantized while they are in the first-level cache
 
 constexpr int64_t FETCH = 2048;  // bytes that decoding asks for ahead: ranks are read in turns, too short for the hardware
-
-// Thresholds in the order in which a binary search meets them: step by step, each step by index.
-struct Nodes {
-    alignas(64) float node[256];
-    explicit Nodes(const Spec& spec) {
-        if (spec.element != LEVELS) return;
-        for (int step = 0, at = 0; step < spec.bits; ++step) {
-            int stride = 1 << (spec.bits - 1 - step);
-            for (int index = 0; index < 1 << step; ++index) node[at++] = spec.thresholds[(2 * index + 1) * stride - 1];
-        }
-    }
-};
 
 // -- encoding ------------------------------------------------------------------------------------------------------------
 
 template <int ELEMENT, int BITS>
-inline void quantize_piece(const Spec& spec, const float* x, int64_t index, Scaling by, const Nodes& nodes, Dice dice,
+NC_INLINE void quantize_piece(const Spec& spec, const float* x, int64_t index, Scaling by, const Table& table, Dice dice,
                            uint8_t* codes) {
     if constexpr (ELEMENT == INT || ELEMENT == AFFINE) {
         if (spec.stochastic) {
             alignas(64) float draws[PIECE];
             dice.roll(index, draws, PIECE);
             if constexpr (ELEMENT == INT) return quantize_int_randomly<BITS>(x, by, draws, codes);
-            if constexpr (ELEMENT == AFFINE) return quantize_affine<BITS>(x, by, draws, codes);
+            if constexpr (ELEMENT == AFFINE) return quantize_affine_randomly<BITS>(x, by, draws, codes);
         }
     }
     if constexpr (ELEMENT == INT) {
         spec.signed_scale ? quantize_int<BITS, true>(x, by, codes) : quantize_int<BITS, false>(x, by, codes);
     }
     if constexpr (ELEMENT == AFFINE) quantize_affine<BITS>(x, by, codes);
-    if constexpr (ELEMENT == LEVELS) quantize_levels<BITS>(x, by, nodes.node, codes);
+    if constexpr (ELEMENT == LEVELS) quantize_levels<BITS>(x, by, table, codes);
     if constexpr (ELEMENT == SIGN) quantize_sign(x, codes);
     if constexpr (ELEMENT == E4M3) quantize_float<Fp8E4M3>(x, by.inverse, codes);
     if constexpr (ELEMENT == E5M2) quantize_float<Fp8E5M2>(x, by.inverse, codes);
@@ -48,7 +39,7 @@ inline void quantize_piece(const Spec& spec, const float* x, int64_t index, Scal
 
 // `count` elements of one group, the first of which is the row's element `begin`.
 template <int ELEMENT, int BITS>
-inline void quantize_as(const Spec& spec, const float* x, int64_t begin, int64_t count, Scaling by, const Nodes& nodes,
+NC_INLINE void quantize_as(const Spec& spec, const float* x, int64_t begin, int64_t count, Scaling by, const Table& table,
                         Dice dice, uint8_t* out) {
     alignas(64) uint8_t codes[PIECE], packed[PIECE];
     uint8_t* to = out + begin * BITS / 8;
@@ -59,16 +50,16 @@ inline void quantize_as(const Spec& spec, const float* x, int64_t begin, int64_t
     int64_t i = 0;
     for (; i + PIECE <= count; i += PIECE, to += 8 * BITS) {
         if constexpr (BITS == 8) {
-            quantize_piece<ELEMENT, BITS>(spec, x + i, begin + i, by, nodes, dice, to);
+            quantize_piece<ELEMENT, BITS>(spec, x + i, begin + i, by, table, dice, to);
         } else {
-            quantize_piece<ELEMENT, BITS>(spec, x + i, begin + i, by, nodes, dice, codes);
+            quantize_piece<ELEMENT, BITS>(spec, x + i, begin + i, by, table, dice, codes);
             pack<BITS>(codes, to);
         }
     }
     if (int64_t n = count - i) {
         alignas(64) float padded[PIECE] = {};
         std::memcpy(padded, x + i, size_t(n) * 4);
-        quantize_piece<ELEMENT, BITS>(spec, padded, begin + i, by, nodes, dice, codes);
+        quantize_piece<ELEMENT, BITS>(spec, padded, begin + i, by, table, dice, codes);
         std::fill(codes + n, codes + PIECE, uint8_t(0));
         pack<BITS>(codes, packed);
         std::memcpy(to, packed, size_t((n * BITS + 7) / 8));
@@ -99,10 +90,10 @@ struct Quantize : Encoding {
     template <int ELEMENT, int BITS>
     void call() const {
         alignas(64) float buffer[BATCH];
-        const Nodes nodes(spec);
+        const Table table(spec);
         for (int64_t i = begin; i < begin + count; i += BATCH) {
             int64_t n = std::min(BATCH, begin + count - i);
-            quantize_as<ELEMENT, BITS>(spec, load(row, i, n, buffer), i, n, by, nodes, dice, out);
+            quantize_as<ELEMENT, BITS>(spec, load(row, i, n, buffer), i, n, by, table, dice, out);
         }
     }
     void wide() const { quantize_wide(spec, row, begin, count, out); }
@@ -112,7 +103,8 @@ struct EncodeGroups : Encoding {
     template <int ELEMENT, int BITS>
     void call() const {
         alignas(64) float buffer[BATCH];
-        const Nodes nodes(spec);
+        const Spec spec = this->spec;  // a copy: the compiler need not fear that writing codes changes it
+        const Table table(spec);
         Batch batch;
         const int64_t size = spec.group_size, end = begin + count;
         const int64_t groups = std::max<int64_t>(1, std::min<int64_t>(Batch::SIZE, BATCH / size));
@@ -125,7 +117,7 @@ struct EncodeGroups : Encoding {
                 for (int64_t g = 0; g < here; ++g) {
                     Scaling by{batch.scale[g], batch.inverse[g], batch.zero[g]};
                     fetch(row, i + g * size + BATCH, size);
-                    quantize_as<ELEMENT, BITS>(spec, x + g * size, i + g * size, std::min(size, n - g * size), by, nodes, dice, out);
+                    quantize_as<ELEMENT, BITS>(spec, x + g * size, i + g * size, std::min(size, n - g * size), by, table, dice, out);
                 }
             } else {
                 measure_large<ELEMENT>(row, i, n, batch, 0);
@@ -181,7 +173,7 @@ struct Settle {
 
 // PIECE floats, written to `out` or, for ADD, added to what is there.
 template <int ELEMENT, int BITS, bool ADD>
-inline void dequantize_piece(const Spec& spec, const uint8_t* codes, Scaling by, float* out) {
+NC_INLINE void dequantize_piece(const Spec& spec, const uint8_t* codes, Scaling by, float* out) {
     if constexpr (ELEMENT == INT) dequantize_int<BITS, ADD>(codes, by, out);
     if constexpr (ELEMENT == AFFINE) dequantize_affine<ADD>(codes, by, out);
     if constexpr (ELEMENT == LEVELS) dequantize_levels<BITS, ADD>(codes, by, spec.levels, out);

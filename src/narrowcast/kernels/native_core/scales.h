@@ -3,7 +3,7 @@
 #pragma once
 #include <algorithm>
 
-#include "codes.h"
+#include "levels.h"
 
 namespace {
 
