@@ -248,6 +248,7 @@ def quantize(y, zeros, draws, ELEMENT: tl.constexpr, BITS: tl.constexpr, LOW: tl
     half: tl.constexpr = 1 << (BITS - 1)
     top: tl.constexpr = (1 << BITS) - 1
     if STOCHASTIC:
+        # PTX's floor takes a denormal for zero. That changes no code: -1 and a sure step up, or 0 and none, are both 0.
         whole = tl.floor(y)
         y = whole + tl.where(draws < y - whole, 1.0, 0.0)
     if ELEMENT == AFFINE:

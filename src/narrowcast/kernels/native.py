@@ -7,6 +7,7 @@ go of the GIL during a call. The instruction set (avx512, avx2, plain) is chosen
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -134,19 +135,28 @@ class Native:
 
 def load(isa: str = "") -> tuple[Native | None, str]:
     """The core for this CPU (or for `isa`), or None and the reason why there is none."""
-    for folder in kernels.__path__:
-        for path in sorted(Path(folder).glob(f"{LIBRARY}*")):
-            library = ctypes.CDLL(str(path))
-            if library.nc_abi() != ABI:
-                return None, f"{path} was built for another version. Run: pip install --force-reinstall narrowcast"
-            best = library.nc_best_isa()
-            if isa and (isa not in ISAS or ISAS.index(isa) > best):
-                return None, f"NARROWCAST_KERNEL asks for native/{isa}, and this CPU runs {ISAS[: best + 1]}."
-            return Native(library, ISAS.index(isa) if isa else best), ""
-    return None, (
-        "its native core was not built when it was installed, because there was no C++ compiler. "
-        "Install one (g++ or clang++) and run: pip install --force-reinstall --no-deps narrowcast"
-    )
+    path = find()
+    if path is None:
+        return None, (
+            "its native core was not built when it was installed, because there was no C++ compiler. "
+            "Install one (g++ or clang++) and run: pip install --force-reinstall --no-deps narrowcast"
+        )
+    library = ctypes.CDLL(str(path))
+    if library.nc_abi() != ABI:
+        return None, f"{path} was built for another version. Run: pip install --force-reinstall --no-deps narrowcast"
+    best = library.nc_best_isa()
+    if isa and (isa not in ISAS or ISAS.index(isa) > best):
+        return None, f"NARROWCAST_KERNEL asks for native/{isa}, and this CPU has {', '.join(ISAS[: best + 1])}."
+    return Native(library, ISAS.index(isa) if isa else best), ""
+
+
+def find() -> Path | None:
+    """The built library: the one that NARROWCAST_CORE names, else the one beside this file or installed with it."""
+    named = os.environ.get("NARROWCAST_CORE")
+    if named:
+        return Path(named)
+    found = (path for folder in kernels.__path__ for path in sorted(Path(folder).glob(f"{LIBRARY}*")))
+    return next(found, None)
 
 
 def _function(library: ctypes.CDLL, name: str, *arguments: type) -> ctypes._NamedFuncPointer:

@@ -85,7 +85,7 @@ def decode_sum(
             term = decode_float32(data[rank : rank + 1], numel, recipe)[0]
         total = term if rank == 0 else total + term
     if divisor != 1:
-        total = total / divisor
+        total = total / torch.full_like(total, divisor)  # a number instead of a tensor: CUDA multiplies by 1 / divisor
     return cast_output(torch.where(total.isnan(), NAN, total), dtype)
 
 

@@ -1,0 +1,60 @@
+# Two commands do everything on a fresh clone: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+CORE   := CMakeLists.txt $(wildcard src/narrowcast/kernels/native_core/*)
+
+.PHONY: help demo test lint format soak gpu bench sanitize docs clean
+
+help:            ## say what there is
+	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
+
+# torch comes first, by its exact version: a range would pull a GPU build where a CPU one is meant.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch==2.13.0
+	@touch $@
+
+$(VENV)/.core: $(VENV)/.torch pyproject.toml $(CORE)
+	$(BIN)/pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.core      ## install into .venv and show the library working
+	$(BIN)/narrowcast demo
+
+test: $(VENV)/.dev lint  ## every test that runs without a GPU, in minutes
+	$(BIN)/pytest -n 2 -m "not soak and not gpu"
+
+lint: $(VENV)/.dev       ## ruff and strict mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev     ## let ruff rewrite the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, wheels from scratch
+	$(BIN)/pytest -m soak --timeout 3600
+
+gpu: $(VENV)/.dev        ## the kernels on a real GPU
+	$(BIN)/pytest tests/kernels/test_gpu.py
+	$(BIN)/python bench/gpu.py
+
+bench: $(VENV)/.dev      ## time the codecs against a plain copy
+	$(BIN)/python bench/codec.py
+
+sanitize: $(VENV)/.dev   ## the native core under AddressSanitizer and UndefinedBehaviorSanitizer
+	cmake -S . -B build/sanitize -DNC_SANITIZE=ON
+	cmake --build build/sanitize --parallel 2
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 NARROWCAST_CORE=$(CURDIR)/build/sanitize/_narrowcast_core.so \
+	$(BIN)/pytest tests/kernels/test_native.py tests/codecs/test_conformance.py
+
+clean:           ## remove what was built
+	rm -rf $(VENV) build dist

@@ -1,0 +1,307 @@
+"""Every codec on the CPU: bytes, error and time, each time beside a copy of the same tensor in the same run.
+
+    PYTHONPATH=src python bench/codec.py                       64 MB of fp32, one thread, every codec
+    ... --codecs int8,int4:block=32   --size 16   --threads 2   --quick   --no-compile
+    ... --json PATH   --markdown PATH   --check (exit with 1 if a target is missed)
+
+`xcopy` is time over the time of `dst.copy_(src)` of the fp32 tensor: the rival and the limit. `share` is bytes read and
+written a second over the copy's. On one thread, time is the CPU time of the calling thread, so that other processes on
+the machine count little; codec and copy take turns, and the figure is the median of the rounds' ratios. Outputs are
+ready (`out=`) except in the column `new`, where encode allocates. `sum4` is decode_sum of 4 rows over one decode of the
+same total bytes, `reduce4` decode_sum_encode of 4 rows over the copy of the floats they hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+import narrowcast as nc
+from data import gaussian, laplace, real, sqnr
+
+VARIANTS = (
+    "int8:zero_point=true",
+    "int4:zero_point=true",
+    "int8:stochastic=true",
+    "int4:stochastic=true",
+    "int8:block=row",
+    "int4:block=row",
+    "int8:block=32",
+    "int4:block=32",
+    "int8:block=64,scale=bf16",
+    "sign:block=128",
+    "fp8_e4m3:block=128",
+    "fp8_e5m2:block=128",
+)
+STRICT = ("int8", "int4", "bf16")
+THREADED = ("int8", "int4", "bf16", "sign", "nf4", "fp8_e4m3")
+RANKS, SMALL = 4, 1000
+Row = dict[str, Any]
+Work = Callable[[], object]
+console = Console(width=max(172, Console().width))
+
+
+# -- timing ----------------------------------------------------------------------------------------------------------
+
+
+def seconds(run: Work, clock: Callable[[], float]) -> float:
+    began = clock()
+    run()
+    return clock() - began
+
+
+def against(run: Work, rival: Work, rounds: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of `run`, and its ratio to `rival`: medians over rounds in which the two take turns."""
+    run(), rival()
+    times, ratios = [], []
+    for _ in range(rounds):
+        before, mine, after = seconds(rival, clock), seconds(run, clock), seconds(rival, clock)
+        times.append(mine)
+        ratios.append(2 * mine / (before + after))
+    return statistics.median(times), statistics.median(ratios)
+
+
+def microseconds(run: Work, rounds: int) -> float:
+    """One call's time on this thread: the median of batches of 100."""
+    for _ in range(200):
+        run()
+    batches = [seconds(lambda: [run() for _ in range(100)], time.thread_time) / 100 for _ in range(rounds)]
+    return 1e6 * statistics.median(batches)
+
+
+# -- one codec -------------------------------------------------------------------------------------------------------
+
+
+def measure(spec: str, x: Tensor, sources: dict[str, Tensor], rounds: int, clock: Callable[[], float]) -> Row:
+    codec = nc.codec(spec)
+    numel, copied = x.numel(), torch.empty_like(x)
+    quarter = x.view(RANKS, -1)
+    data = codec.encode(x, 1)
+    out, back, total = torch.empty_like(data), torch.empty_like(x), torch.empty_like(quarter[0])
+    ranks = codec.encode(quarter, 1)
+    reduced = torch.empty_like(ranks[0])
+    small = x[:SMALL].clone()
+    payload = nc.encode(small, codec, seed=1)
+
+    def copy() -> object:
+        return copied.copy_(x)
+
+    def decode() -> object:
+        return codec.decode(data, numel, out=back)
+
+    row: Row = {"codec": spec, "bytes": codec.row_bytes(numel) / numel}
+    row["sqnr"] = {name: sqnr(y, nc.decode(nc.encode(y, codec, seed=1))) for name, y in sources.items()}
+    for name, run in (("encode", lambda: codec.encode(x, 1, out=out)), ("decode", decode)):
+        took, ratio = against(run, copy, rounds, clock)
+        share = (x.nbytes + data.nbytes) / (2 * x.nbytes) / ratio
+        row[name] = {"GB/s": x.nbytes / took / 1e9, "xcopy": ratio, "share": share}
+    row["new"] = against(lambda: codec.encode(x, 1), copy, max(3, rounds // 2), clock)[1]
+    row["sum4"] = against(lambda: codec.decode_sum(ranks, numel // RANKS, out=total), decode, rounds, clock)[1]
+    fused = against(lambda: codec.decode_sum_encode(ranks, numel // RANKS, 1, out=reduced), copy, rounds, clock)
+    row["reduce4"] = fused[1]
+    row["small"] = {
+        "encode us": microseconds(lambda: nc.encode(small, codec, seed=1), 3 * rounds),
+        "decode us": microseconds(lambda: nc.decode(payload), 3 * rounds),
+    }
+    row["over"] = [what for what, value, limit in limits(spec, row) if value > limit]
+    return row
+
+
+def limits(spec: str, row: Row) -> Iterator[tuple[str, float, float]]:
+    """Every figure that has a target, with it."""
+    ratio = 1.0 if spec in STRICT else 1.5
+    yield "encode", row["encode"]["xcopy"], ratio
+    yield "decode", row["decode"]["xcopy"], ratio
+    yield "sum4", row["sum4"], 1.5
+    yield "us", row["small"]["encode us"], 15.0
+
+
+def two_threads(spec: str, x: Tensor, rounds: int) -> Row:
+    """One thread's time over two threads': by the wall clock, so the best of several rounds that take turns."""
+    codec = nc.codec(spec)
+    data, back = codec.encode(x, 1), torch.empty_like(x)
+    found: Row = {"codec": spec}
+    works: dict[str, Work] = {
+        "encode": lambda: codec.encode(x, 1, out=data),
+        "decode": lambda: codec.decode(data, x.numel(), out=back),
+    }
+    before = torch.get_num_threads()
+    for name, run in works.items():
+        best = {1: float("inf"), 2: float("inf")}
+        for _ in range(3 * rounds):
+            for threads in best:
+                torch.set_num_threads(threads)
+                best[threads] = min(best[threads], seconds(run, time.perf_counter))
+        found[name] = best[1] / best[2]
+    torch.set_num_threads(before)
+    found["over"] = [name for name in works if found[name] <= 1.0]
+    return found
+
+
+# -- rivals: what a user would write for int8 in blocks of 128 -------------------------------------------------------
+
+
+def plain_encode(x: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = x.view(-1, 128)
+    scale = blocks.abs().amax(1, keepdim=True) / 127
+    return (blocks / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def plain_decode(codes: Tensor, scale: Tensor) -> Tensor:
+    return codes * scale
+
+
+def rivals(x: Tensor, compiled: bool, rounds: int, clock: Callable[[], float]) -> list[Row]:
+    found: list[Row] = [{"codec": "eager torch int8"}, {"codec": "torch.compile int8"}][: 2 if compiled else 1]
+    for row in found:
+        try:
+            row.update(rival(x, row["codec"].startswith("torch.compile"), rounds, clock))
+        except Exception as error:  # torch.compile needs a C++ compiler
+            row["error"] = str(error).strip().splitlines()[-1][:100]
+    return found
+
+
+def rival(x: Tensor, compiled: bool, rounds: int, clock: Callable[[], float]) -> Row:
+    encode, decode = (torch.compile(f) if compiled else f for f in (plain_encode, plain_decode))
+    copied, codes, row = torch.empty_like(x), encode(x), {}
+    for what, run in (("encode", lambda: encode(x)), ("decode", lambda: decode(*codes))):
+        took, ratio = against(run, lambda: copied.copy_(x), max(3, rounds // 2), clock)
+        row[what] = {"GB/s": x.nbytes / took / 1e9, "xcopy": ratio}
+    return row
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+HEAD = (
+    *("codec", "B/elem", "dB Gauss", "dB Laplace", "dB grads", "enc GB/s", "xcopy", "share", "new", "dec GB/s"),
+    *("xcopy", "share", "sum4", "reduce4", "enc us", "dec us", "target"),
+)
+
+
+def cells(row: Row) -> list[str]:
+    parts = [row["codec"], f"{row['bytes']:.4f}", *(f"{value:.1f}" for value in row["sqnr"].values())]
+    for name in ("encode", "decode"):
+        one = row[name]
+        parts += [f"{one['GB/s']:.1f}", f"{one['xcopy']:.2f}", f"{one['share']:.0%}"]
+        parts += [f"{row['new']:.2f}"] if name == "encode" else []
+    small = row["small"]
+    parts += [f"{row['sum4']:.2f}", f"{row['reduce4']:.2f}", f"{small['encode us']:.1f}", f"{small['decode us']:.1f}"]
+    return [*parts, verdict(row)]
+
+
+def verdict(row: Row) -> str:
+    return f"over: {', '.join(row['over'])}" if row["over"] else "ok"
+
+
+def rest(results: Row) -> Iterator[str]:
+    """The lines below the table."""
+    for row in results["rivals"]:
+        if "error" in row:
+            yield f"rival {row['codec']}: did not run ({row['error']})"
+            continue
+        both = (
+            f"{what} {row[what]['GB/s']:.2f} GB/s ({row[what]['xcopy']:.2f} xcopy)" for what in ("encode", "decode")
+        )
+        yield f"rival {row['codec']}: {', '.join(both)}"
+    for row in results["two threads"]:
+        both = (f"{what} {row[what]:.2f}x" for what in ("encode", "decode"))
+        yield f"two threads over one, {row['codec']}: {', '.join(both)} ({verdict(row)})"
+    yield "targets: int8, int4, bf16 <= 1.0 xcopy, every other <= 1.5; sum4 <= 1.5; 1,000 floats < 15 us; 2 threads beat 1"
+    missed = sum(bool(row["over"]) for row in results["codecs"] + results["two threads"])
+    yield f"{missed} rows over a target" if missed else "every target met"
+
+
+def markdown(results: Row) -> str:
+    lines = ["# Codecs on the CPU", "", *(f"- {key}: {value}" for key, value in results["machine"].items()), ""]
+    lines += ["| " + " | ".join(HEAD) + " |", "|---|" + "---:|" * (len(HEAD) - 2) + "---|"]
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in results["codecs"]]
+    return "\n".join([*lines, "", *(f"- {line}" for line in rest(results)), ""])
+
+
+def machine(size: int, threads: int) -> dict[str, str]:
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    model = names[0].partition(":")[2].strip() if names else platform.processor()
+    return {
+        "date": date.today().isoformat(),
+        "CPU": f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start",
+        "software": f"torch {torch.__version__}, Python {platform.python_version()}, kernel {nc.which_kernel('int8')}",
+        "data": f"{size} MB of fp32, {threads} thread{'s' if threads > 1 else ''}",
+        "command": f"PYTHONPATH=src python {' '.join(sys.argv)}",
+    }
+
+
+def specs(given: str) -> list[str]:
+    """Split at commas, but not at those between a codec's options."""
+    found: list[str] = []
+    for part in filter(None, given.split(",")):
+        if "=" in part and ":" not in part and found:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--codecs", default="")
+    parser.add_argument("--size", type=int, default=64, help="MB of fp32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="16 MB, few rounds")
+    parser.add_argument("--no-compile", action="store_true", help="leave the torch.compile rival out")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    size, rounds = (min(given.size, 16), 3) if given.quick else (given.size, 9)
+    torch.set_num_threads(given.threads)
+    clock = time.thread_time if given.threads == 1 else time.perf_counter
+    results: Row = {"machine": machine(size, given.threads), "codecs": [], "two threads": []}
+    for key, value in results["machine"].items():
+        console.print(f"{key}: {value}", highlight=False)
+
+    with console.status("training a small model for its gradients"):
+        sources = {"gauss": gaussian(1 << 19), "laplace": laplace(1 << 19), "gradients": real().gradients}
+    x = gaussian(size << 18)
+    names = specs(given.codecs) or [*nc.list_codecs(), *VARIANTS]
+    for spec in track(names, "codecs", console=console, transient=True):
+        results["codecs"].append(measure(spec, x, sources, rounds, clock))
+    with console.status("rivals and threads"):
+        results["rivals"] = rivals(x, not given.no_compile, rounds, clock)
+        chosen = [spec for spec in names if spec in THREADED or given.codecs]
+        results["two threads"] = [two_threads(spec, x, rounds) for spec in chosen] if os.cpu_count() != 1 else []
+
+    table = Table(*HEAD[:1], title=f"{size} MB of fp32", header_style="bold")
+    for name in HEAD[1:-1]:
+        table.add_column(name, justify="right")
+    table.add_column(HEAD[-1])
+    for row in results["codecs"]:
+        table.add_row(*cells(row), style="red" if row["over"] else None)
+    console.print(table)
+    for line in rest(results):
+        console.print(line, highlight=False)
+    if given.json:
+        given.json.write_text(json.dumps(results, indent=1))
+    if given.markdown:
+        given.markdown.write_text(markdown(results))
+    missed = any(row["over"] for row in results["codecs"] + results["two threads"])
+    return 1 if given.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
