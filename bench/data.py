@@ -39,7 +39,9 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        return self.head(self.norm(self.layers(self.embedding(tokens) + self.position, mask=mask, is_causal=True)))
+        hidden = self.layers(self.embedding(tokens) + self.position, mask=mask, is_causal=True)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
 
 
 def source_text(limit: int = 1 << 21) -> Tensor:
@@ -64,7 +66,7 @@ def real(width: int = 128, seed: int = 0) -> Real:
             window = text[starts + torch.arange(CONTEXT + 1)]
             loss = nn.functional.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(loss.item())
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]

@@ -60,16 +60,16 @@ def width_tables(bits: int, sources: dict[str, Tensor]) -> dict[tuple[int, str],
 
 def net_table(nets: dict[int, dict[tuple[int, str], float]]) -> None:
     """Every width's net dB, relative to its default; and the best configuration."""
-    print(
-        "| bits | default | net dB | best | net gain | block 64 bf16 | block 128 bf16 | block 128 fp32 | block 32 e8m0 |"
-    )
+    rivals = ((32, "bf16"), (64, "bf16"), (128, "bf16"), (128, "fp32"), (32, "e8m0"))
+    head = " | ".join(f"{block} {scale}" for block, scale in rivals)
+    print(f"| bits | default | net dB | best | gain of the best | {head} |")
     print("|---:|---|---:|---|---:|---:|---:|---:|---:|---:|")
     for bits, net in nets.items():
         codec = nc.codec(name_of(bits))
         scale = SCALES[int(codec.format.scale) - 1]
         base = net[codec.format.block, scale]
         best = max(net, key=lambda key: net[key])
-        shown = " | ".join(f"{net[key] - base:+.2f}" for key in others)
+        shown = " | ".join(f"{net[key] - base:+.2f}" for key in rivals)
         found = f"{best[0]} {best[1]} | {net[best] - base:+.2f}"
         print(f"| {bits} | {codec.block} {scale} | {base:.2f} | {found} | {shown} |")
     print()

@@ -79,6 +79,7 @@ def test_every_path_writes_the_golden_bytes_and_reads_the_golden_values(spec: st
 
 # -- a decoder from the description alone ------------------------------------------------------------------------------
 
+FLT_MAX = (2 - 2.0**-23) * 2.0**127
 NAN = float("nan")
 NF4 = (
     *[-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635],
@@ -191,7 +192,7 @@ def decode_row(spec: str, numel: int, row: bytes) -> list[float]:
         elif levels:
             value = levels[code] * scale
         elif options.get("zero_point") == "true":
-            value = (code - zero) * scale
+            value = max(-FLT_MAX, min((code - zero) * scale, FLT_MAX)) if scale == scale else NAN
         else:
             whole = code - 2**bits if code >> (bits - 1) else code
             value = whole * scale + 0.0

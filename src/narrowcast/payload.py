@@ -33,6 +33,8 @@ class Payload:
     def __post_init__(self) -> None:
         if not isinstance(self.data, Tensor) or self.data.dtype != torch.uint8 or self.data.dim() != 1:
             raise PayloadError("data: a payload's bytes are a 1-D uint8 tensor. Pass data.view(torch.uint8).flatten().")
+        if not isinstance(self.codec, Codec):
+            raise PayloadError(f"codec={self.codec!r}: expected a Codec. Pass narrowcast.codec({self.codec!r}).")
         checks.float_dtype(self.dtype, "dtype")
         expected = payload_bytes(self.codec, self.shape)
         if self.data.numel() != expected:
@@ -69,7 +71,7 @@ def encode(x: Tensor, codec: str | Codec | Mapping[str, Any], *, seed: int | Non
     """
     chosen = as_codec(codec)
     checks.float_rows(x, "x")
-    rows = chosen.encode(chosen.as_rows(x), seed)
+    rows = chosen.encode_matrix(chosen.as_rows(checks.plain(x)), seed)
     return Payload(rows.view(-1), chosen, x.shape, x.dtype)
 
 
@@ -100,8 +102,9 @@ def payload_bytes(codec: Codec, shape: torch.Size) -> int:
 
 def _matrix(codec: Codec, shape: torch.Size) -> tuple[int, int]:
     """How many rows a tensor of this shape has, and how long each is."""
-    if min(shape, default=0) < 0:
-        raise ShapeError(f"shape={tuple(shape)}: sizes are zero or more.")
+    for size in shape:
+        if size < 0:
+            raise ShapeError(f"shape={tuple(shape)}: sizes are zero or more.")
     if codec.format.block != ROW or not shape:
         return 1, math.prod(shape)
     return math.prod(shape[:-1]), shape[-1]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import narrowcast as nc
-from cases import CODECS, DTYPES, FLT_MAX
+from cases import CODECS, DTYPES, FLT_MAX, affine, scale_name
 from narrowcast import Codec
 from narrowcast.codecs import Levels
 
@@ -154,5 +154,7 @@ def test_a_block_of_the_largest_float_decodes_to_finite_numbers(codec: Codec) ->
 def test_the_largest_floats_of_both_signs_keep_their_signs(codec: Codec) -> None:
     if isinstance(codec, Levels) and not codec.levels[0] < 0 < codec.levels[-1]:
         pytest.skip("the table has one sign")
+    if affine(codec) and scale_name(codec) == "fp16":
+        pytest.skip("no fp16 scale spans both, so that the zero point can only keep one end")
     y = nc.decode(nc.encode(torch.tensor([FLT_MAX, -FLT_MAX] * 4), codec, seed=1))
     assert y.sign().tolist() == [1.0, -1.0] * 4

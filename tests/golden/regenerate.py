@@ -26,7 +26,8 @@ SPECS = (
     *["int8:block=row", "int4:block=8", "int4:block=24,scale=e8m0", "int3:block=8,scale=fp32"],
     *["int2:block=24,scale=fp16", "int8:block=8,zero_point=true", "int4:block=24,scale=e8m0,zero_point=true"],
     *["int3:block=8,scale=fp16,zero_point=true", "int8:block=8,stochastic=true"],
-    *["int4:block=24,stochastic=true", "int2:block=8,scale=e8m0,stochastic=true"],
+    *["int4:block=8,zero_point=true,stochastic=true", "int4:block=24,stochastic=true"],
+    *["int2:block=8,scale=e8m0,stochastic=true"],
     *["apot2", "apot3:block=8", "apot4", "apot4:block=8", "apot5:block=24", "apot6:block=8", "apot7", "apot8:block=8"],
     *["pot2", "pot3:block=8", "pot4:scale=fp32", "pot5:block=24", "nf4", "nf4:block=8", "nf4:block=row,scale=e8m0"],
     # fp16 scales end at 65504: blocks beyond are cut, and their codes clipped from far outside the table.

@@ -5,7 +5,7 @@ A codec turns rows of floats into rows of bytes, and back. It promises:
 - **Size.** `row_bytes(numel)` depends on `numel` alone, and is a multiple of 16.
 - **Bytes.** The same row (and seed) gives the same bytes on every machine and device.
 - **Bound.** `|x - decode(encode(x))| <= max_error(x)` for every element of a block that is finite.
-- **Zeros.** A block of zeros decodes to zeros (a cast's zeros to zeros, one by one).
+- **Zeros.** A block of zeros decodes to zeros, unless the codec is a table without the level 0.
 - **Non-finite.** A block that holds a NaN or an infinity decodes to NaN throughout; other blocks do not notice.
   A plain cast keeps each infinity and NaN where it is, and saturates finite values.
 - **Purity.** Inputs are never changed; `out` is written only once everything has been checked.
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from narrowcast.codecs import checks
 from narrowcast.errors import SpecError
-from narrowcast.kernels import ops, reference
+from narrowcast.kernels import casts, ops, reference
 from narrowcast.kernels.layout import ROW, Format, Recipe, Scale, layout
 
 SCALES = {"fp32": Scale.FP32, "bf16": Scale.BF16, "fp16": Scale.FP16, "e8m0": Scale.E8M0}
@@ -50,7 +50,7 @@ class Codec:
         self.format = format
         self.peak = peak
         self.given = given
-        self._tables = {} if table is None else {"cpu": table}
+        self._tables = {} if table is None else {torch.device("cpu"): table}
         listed = ",".join(f"{key}={_spell(value)}" for key, value in given.items())
         self.spec = f"{name}:{listed}" if listed else name
 
@@ -70,6 +70,7 @@ class Codec:
 
     def row_bytes(self, numel: int) -> int:
         """The bytes that a row of `numel` floats takes."""
+        checks.count(numel, "numel")
         return layout(self.format, numel).row_bytes
 
     def bits_per_element(self, numel: int = 1 << 20) -> float:
@@ -90,13 +91,18 @@ class Codec:
         """
         checks.float_rows(rows, "rows")
         flat = checks.as_matrix(rows, "rows")
-        seed = checks.seed(seed) if self.stochastic else 0
-        recipe = self._recipe(rows.device)
         if out is None:
-            made = ops.encode(flat, recipe, seed)
+            made = self.encode_matrix(flat, seed)
             return made if rows.dim() == 2 else made.view(*rows.shape[:-1], made.shape[1])
+        seed = checks.seed(seed) if self.format.stochastic else 0
+        recipe = self._recipe(rows.device)
         checks.out(out, (*rows.shape[:-1], self.row_bytes(flat.shape[1])), (torch.uint8,), rows.device)
         return _write(out, lambda target: ops.encode_(target, flat, recipe, seed))
+
+    def encode_matrix(self, rows: Tensor, seed: int | None) -> Tensor:
+        """`encode` of a plain float matrix that has been checked."""
+        seed = checks.seed(seed) if self.format.stochastic else 0
+        return ops.encode(rows, self._recipe(rows.device), seed)
 
     def decode(
         self, rows: Tensor, numel: int, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None
@@ -127,7 +133,7 @@ class Codec:
 
         `own` [numel], where given, stands exact in the place of row `own_rank`. The sum is divided by `divisor`.
         """
-        own = checks.summands(rows, self, numel, own, own_rank, divisor)
+        rows, own = checks.summands(rows, self, numel, own, own_rank, divisor)
         recipe = self._recipe(rows.device)
         if out is None:
             checks.float_dtype(dtype, "dtype")
@@ -147,7 +153,7 @@ class Codec:
         out: Tensor | None = None,
     ) -> Tensor:
         """`decode_sum` and `encode` in one pass: uint8 [row_bytes(numel)]. The heart of a reduction."""
-        own = checks.summands(rows, self, numel, own, own_rank, divisor)
+        rows, own = checks.summands(rows, self, numel, own, own_rank, divisor)
         seed = checks.seed(seed) if self.stochastic else 0
         recipe = self._recipe(rows.device)
         if out is None:
@@ -169,7 +175,7 @@ class Codec:
         numel = rows.shape[1]
         if rows.numel() == 0:
             return torch.zeros(x.shape, dtype=checks.at_least_float32(x.dtype), device=x.device)
-        value = reference.to_float32(rows).double()
+        value = casts.to_float32(rows).double()
         scale, zeros = self._scales(self.encode(rows, 0), numel)
         bound = self._bound(value, scale, zeros)
         # The divisions, products and sums on the way each round once, to 2**-24 of the value or 2**-150.
@@ -211,10 +217,10 @@ class Codec:
         return Recipe(self.format, self.peak, self._table(device) if self._tables else None)
 
     def _table(self, device: torch.device) -> Tensor:
-        key = str(device)
-        if key not in self._tables:
-            self._tables[key] = self._tables["cpu"].to(device)
-        return self._tables[key]
+        table = self._tables.get(device)
+        if table is None:
+            table = self._tables[device] = self._tables[torch.device("cpu")].to(device)
+        return table
 
     def __repr__(self) -> str:
         return f"codec({self.spec!r})"
@@ -278,7 +284,8 @@ def _spell(value: object) -> str:
 
 def _write(out: Tensor, write: Callable[[Tensor], None]) -> Tensor:
     """Let `write` fill a matrix of rows: `out` itself where it is contiguous, else a copy that is then copied."""
-    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    plain = out.is_contiguous() and not checks.negated(out)
+    target = out if plain else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     write(target if target.dim() == 2 else target.view(math.prod(target.shape[:-1]), target.shape[-1]))
     if target is not out:
         out.copy_(target)

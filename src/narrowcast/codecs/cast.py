@@ -63,9 +63,9 @@ class Float8(Cast):
                     f'"{name}:block=128,scale={scale}", or drop scale=.'
                 )
             return
-        kind = scale_option(scale or "fp32", name)
-        format = Format(self._float.element, 8, block_option(block, name), kind)
-        given = differing(block=(block, None), scale=(scale or "fp32", "fp32"))
+        scale = "fp32" if scale is None else scale
+        format = Format(self._float.element, 8, block_option(block, name), scale_option(scale, name))
+        given = differing(block=(block, None), scale=(scale, "fp32"))
         Codec.__init__(self, name, format, self._float.top, given)
 
 

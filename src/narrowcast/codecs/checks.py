@@ -19,7 +19,7 @@ _FLOAT_NAMES = "float32, bfloat16, float16 or float64"
 
 def float_dtype(dtype: torch.dtype, argument: str) -> None:
     if dtype not in FLOATS:
-        raise DtypeError(f"{argument}: codecs give {_FLOAT_NAMES}, not {_plain(dtype)}.")
+        raise DtypeError(f"{argument}: codecs give {_FLOAT_NAMES}, not {_name(dtype)}.")
 
 
 def float_rows(x: Tensor, argument: str) -> None:
@@ -28,7 +28,7 @@ def float_rows(x: Tensor, argument: str) -> None:
     if x.dtype not in FLOATS:
         hint = "encode x.real and x.imag apart" if x.is_complex() else "pass x.float()"
         raise DtypeError(
-            f"{argument}: codecs take {_FLOAT_NAMES}, not {_plain(x.dtype)}; "
+            f"{argument}: codecs take {_FLOAT_NAMES}, not {_name(x.dtype)}; "
             f"nothing is converted silently. If that is what you mean, {hint}."
         )
     if x.layout != torch.strided:
@@ -39,8 +39,6 @@ def byte_rows(rows: Tensor, codec: Codec, numel: int, argument: str) -> None:
     if not isinstance(rows, Tensor) or rows.dtype != torch.uint8:
         found = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
         raise DtypeError(f"{argument}: encoded rows are uint8, got {found}. Pass what encode() returned.")
-    if numel < 0:
-        raise ShapeError(f"numel={numel}: a row holds zero or more elements.")
     expected = codec.row_bytes(numel)
     if rows.dim() == 0 or rows.shape[-1] != expected:
         found = rows.shape[-1] if rows.dim() else "no"
@@ -52,8 +50,8 @@ def byte_rows(rows: Tensor, codec: Codec, numel: int, argument: str) -> None:
 
 def out(out: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
     if not isinstance(out, Tensor) or out.dtype not in dtypes:
-        found = _plain(out.dtype) if isinstance(out, Tensor) else type(out).__name__
-        raise DtypeError(f"out: expected {' or '.join(map(_plain, dtypes))}, got {found}.")
+        found = _name(out.dtype) if isinstance(out, Tensor) else type(out).__name__
+        raise DtypeError(f"out: expected {' or '.join(map(_name, dtypes))}, got {found}.")
     if tuple(out.shape) != tuple(shape):
         raise ShapeError(f"out: expected shape {tuple(shape)}, got {tuple(out.shape)}; out is never resized.")
     if out.device != device:
@@ -64,23 +62,23 @@ def out(out: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], de
 
 def summands(
     rows: Tensor, codec: Codec, numel: int, own: Tensor | None, own_rank: int, divisor: int
-) -> Tensor | None:
-    """Check the arguments of a sum; returns `own`, contiguous."""
+) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments of a sum; returns `rows` and `own` as kernels take them."""
     byte_rows(rows, codec, numel, "rows")
     if rows.dim() != 2 or len(rows) == 0:
         raise ShapeError(f"rows: a sum takes [ranks, row_bytes] with at least one rank, got {tuple(rows.shape)}.")
-    if divisor < 1:
-        raise ShapeError(f"divisor={divisor}: a sum is divided by 1 (SUM) or the number of ranks (AVG).")
+    if not _whole(divisor) or divisor < 1:
+        raise ShapeError(f"divisor={divisor!r}: a sum is divided by 1 (SUM) or the number of ranks (AVG).")
     if own is None:
-        return None
+        return plain(rows), None
     float_rows(own, "own")
     if tuple(own.shape) != (numel,) or own.device != rows.device:
         raise ShapeError(
             f"own: expected shape ({numel},) on {rows.device}, got {tuple(own.shape)} on {own.device}."
         )
-    if not 0 <= own_rank < len(rows):
-        raise ShapeError(f"own_rank={own_rank}: rows has ranks 0 to {len(rows) - 1}.")
-    return own.detach().contiguous()
+    if not _whole(own_rank) or not 0 <= own_rank < len(rows):
+        raise ShapeError(f"own_rank={own_rank!r}: rows has ranks 0 to {len(rows) - 1}.")
+    return plain(rows), plain(own).contiguous()
 
 
 def seed(seed: int | None) -> int:
@@ -89,13 +87,14 @@ def seed(seed: int | None) -> int:
         if torch.compiler.is_compiling():
             raise SpecError("seed: inside torch.compile a stochastic codec needs seed=, so that steps differ.")
         return int(torch.randint(0, 2**62, ()))
-    return (int(seed) + 2**63) % 2**64 - 2**63
+    if not _whole(seed):
+        raise SpecError(f"seed={seed!r}: a seed is an integer, or None for a fresh one.")
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def as_matrix(rows: Tensor, argument: str) -> Tensor:
     """Rows [..., n] as a matrix, outside of autograd."""
-    if rows.requires_grad:
-        rows = rows.detach()
+    rows = plain(rows)
     if rows.dim() == 2:
         return rows
     if rows.dim() == 0:
@@ -103,9 +102,30 @@ def as_matrix(rows: Tensor, argument: str) -> Tensor:
     return rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """A tensor whose memory holds what it shows: outside of autograd, and no negated view."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.resolve_neg() if negated(tensor) else tensor
+
+
+def negated(tensor: Tensor) -> bool:
+    """Whether memory holds the opposite of what the tensor shows. A compiler settles that itself."""
+    return not torch.compiler.is_compiling() and tensor.is_neg()
+
+
+def count(number: int, argument: str) -> None:
+    if not _whole(number) or number < 0:
+        raise ShapeError(f"{argument}={number!r}: a row holds zero or more elements, a whole number.")
+
+
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _plain(dtype: torch.dtype) -> str:
+def _whole(number: object) -> bool:
+    return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
+
+
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -61,7 +61,7 @@ class Levels(Codec):
         levels = _check_table(table, name)
         bits = max(1, math.ceil(math.log2(len(levels))))
         block = default_block(bits) if block is None else block
-        scale = scale or default_scale(bits)
+        scale = default_scale(bits) if scale is None else scale
         format = Format(Element.LEVELS, bits, block_option(block, name), scale_option(scale, name))
         named: dict[str, object] = {"table": levels} if given is None else given
         options = differing(block=(block, default_block(bits)), scale=(scale, default_scale(bits)))
@@ -71,7 +71,7 @@ class Levels(Codec):
     @property
     def levels(self) -> Tensor:
         """The levels in ascending order, fp32; a code is an index into them."""
-        table = self._tables["cpu"][0]
+        table = self._tables[torch.device("cpu")][0]
         return table[: int(table.isfinite().sum())].clone()
 
     def _bound(self, value: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
@@ -79,7 +79,8 @@ class Levels(Codec):
         place = torch.searchsorted(levels, (value / scale).contiguous()).clamp(1, len(levels) - 1)
         half_gap = (levels[place] - levels[place - 1]) / 2
         clipping = torch.maximum(value - levels[-1] * scale, levels[0] * scale - value)
-        return torch.maximum(half_gap * scale, clipping)
+        # value / scale rounds to a multiple of 2**-149, which counts where gaps are as small.
+        return torch.maximum((half_gap + 2.0**-149) * scale, clipping)
 
 
 class APoT(Levels):
@@ -119,11 +120,11 @@ def apot_levels(bits: int, k: int = 2, signed: bool = True) -> Tensor:
     Signed grids (weights) are a sign bit and a (bits - 1)-bit grid: 2**bits - 1 levels. Unsigned ones (activations)
     use every bit. k=1 is uniform, k=bits powers of two.
     """
-    if not 2 <= bits <= 8:
-        raise SpecError(f"bits={bits}: additive powers of two have 2 to 8 bits.")
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
+        raise SpecError(f"bits={bits!r}: additive powers of two have 2 to 8 bits.")
     grid = _apot_integers(bits - 1 if signed else bits, k, bits)
     levels = _signed(grid) if signed else grid
-    return torch.tensor(levels, dtype=torch.float64) / grid[-1]
+    return torch.tensor([level / grid[-1] for level in levels], dtype=torch.float64)
 
 
 def _signed(grid: list[int]) -> list[int]:
@@ -167,7 +168,13 @@ def _apot_integers(width: int, k: int, bits: int) -> list[int]:
 
 def _check_table(table: Sequence[float] | Tensor, name: str) -> list[float]:
     """A user's table as fp32 values, or a reason why it is none."""
-    values = torch.as_tensor(table, dtype=torch.float64).flatten().tolist()
+    try:
+        values = torch.as_tensor(table, dtype=torch.float64).flatten().tolist()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SpecError(
+            f"table={table!r} of codec {name!r}: a table is a list of numbers, as in Levels([-1, 0, 1]) "
+            'or "levels:table=-1|0|1".'
+        ) from error
     levels = [to_float32(value) if abs(value) < 1e38 else value for value in values]
     if not 2 <= len(levels) <= 256:
         raise SpecError(f"table of codec {name!r}: needs 2 to 256 levels, has {len(levels)}.")

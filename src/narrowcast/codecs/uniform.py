@@ -45,7 +45,7 @@ class Uniform(Codec):
     ) -> None:
         name = f"int{bits}"
         block = default_block(bits) if block is None else block
-        scale = scale or default_scale(bits)
+        scale = default_scale(bits) if scale is None else scale
         affine = flag_option(zero_point, "zero_point", name)
         random = flag_option(stochastic, "stochastic", name)
         format = Format(
@@ -73,9 +73,13 @@ class Uniform(Codec):
 
 
 def _peak(format: Format) -> int:
-    """The largest magnitude that a code stands for."""
+    """The largest magnitude that a code stands for; for affine codes, how many of them a block spreads over.
+
+    Rounding at random may go up at both ends of a block, so that an affine one keeps a code in reserve: with the zero
+    point rounded up, ceil(a) + ceil(b) < a + b + 2 keeps every code in range, and nothing is clipped.
+    """
     if format.affine:
-        return int(2**format.bits - 1)
+        return int(2**format.bits - (2 if format.stochastic else 1))
     half = int(2 ** (format.bits - 1))
     return half if format.signed_scale else half - 1
 
@@ -87,7 +91,7 @@ class Sign(Codec):
 
     def __init__(self, *, block: int | str | None = None, scale: str | None = None) -> None:
         block = 64 if block is None else block
-        scale = scale or "bf16"
+        scale = "bf16" if scale is None else scale
         format = Format(Element.SIGN, 1, block_option(block, "sign"), scale_option(scale, "sign"))
         super().__init__("sign", format, 1.0, differing(block=(block, 64), scale=(scale, "bf16")))
 

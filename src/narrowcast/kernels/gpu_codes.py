@@ -64,6 +64,34 @@ def insert(word, MASK: tl.constexpr, BASE: tl.constexpr):
 
 
 @triton.jit
+def signed_bytes(word):
+    """The four bytes of a word, two's complement, as four fp32 numbers: conversions have a unit of their own."""
+    if NATIVE:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{ .reg .b32 t<4>; bfe.s32 t0, $4, 0, 8; bfe.s32 t1, $4, 8, 8; bfe.s32 t2, $4, 16, 8; "
+            "bfe.s32 t3, $4, 24, 8; cvt.rn.f32.s32 $0, t0; cvt.rn.f32.s32 $1, t1; cvt.rn.f32.s32 $2, t2; "
+            "cvt.rn.f32.s32 $3, t3; }",
+            "=f,=f,=f,=f,r",
+            [word],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a, b = ((word << 24) >> 24).to(tl.float32), ((word << 16) >> 24).to(tl.float32)
+        c, d = ((word << 8) >> 24).to(tl.float32), (word >> 24).to(tl.float32)
+    return a, b, c, d
+
+
+@triton.jit
+def select_bytes(low, high, selector):
+    """PTX's prmt: each of the selector's low four nibbles picks a byte of `low` or `high`, or only copies of its sign."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def reciprocal(x):
     """1 / x, correctly rounded."""
     if NATIVE:
@@ -256,6 +284,19 @@ def quantize(y, zeros, draws, ELEMENT: tl.constexpr, BITS: tl.constexpr, LOW: tl
     else:
         code = round_whole(y, LOW, half - 1, OPEN) + half
     return code
+
+
+@triton.jit
+def count_near(y, thresholds, reach, third, second, first, start, COUNT: tl.constexpr, OPEN: tl.constexpr):
+    """How many thresholds lie below y, where a cubic of y says it within one: see `gpu_tables.fit`."""
+    near = y if OPEN else tl.minimum(tl.maximum(y, -reach), reach)
+    guess = third * near + second
+    guess = tl.fma(guess, near, first + tl.zeros_like(near))
+    # The low bits of the sum are the guess. Whatever a NaN became, the lookup stays inside the table, and its block's
+    # codes are thrown away later.
+    guess = as_bits(tl.fma(guess, near, start + WHOLE + tl.zeros_like(near)))
+    after = as_float(lookup(thresholds, guess, COUNT)) - y
+    return guess - WHOLE_BITS + (after.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
 
 
 @triton.jit

@@ -39,17 +39,24 @@ def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
     else:
         value, scale = decode_tile(codes, scales, zeros, levels, limit, left, ELEMENT, BITS, SCALE, GROUPS, BLOCK,
                                    WIDTH, MASKED, EDGE, WORDS, FP8)  # fmt: skip
-        total = value if SCALE == SCALE_NONE else value * scale
-    if ELEMENT == INT and (OWN_RANK != 0 or RANKS != 1):
+        if SCALE == SCALE_NONE:
+            total = value
+        elif ELEMENT == INT and FUSED:
+            total = tl.fma(value, tl.broadcast_to(scale, [GROUPS, WIDTH]), tl.zeros([GROUPS, WIDTH], tl.float32))
+        else:
+            total = value * scale
+    if ELEMENT == INT and (OWN_RANK == 0 or not FUSED) and (OWN_RANK != 0 or RANKS != 1):
         # A zero times a negative scale is a zero all the same: once the sum is no -0.0, no term makes it one.
         total = total + 0.0
+    # Rows start at multiples of 16 bytes.
+    apart = (row_bytes >> 4).to(tl.int64)
     if RANKS == 0:
         for rank in range(1, ranks):
             if rank == OWN_RANK:
                 total = total + load_floats(own, limit, GROUPS, BLOCK, WIDTH, MASKED, False)
             else:
-                step = row_bytes.to(tl.int64) * rank
-                value, scale = decode_tile(codes + step // CODE_SIZE, scales + step // SCALE_SIZE, zeros + step,
+                value, scale = decode_tile(codes + apart * (rank * (16 // CODE_SIZE)),
+                                           scales + apart * (rank * (16 // SCALE_SIZE)), zeros + apart * (rank * 16),
                                            levels, limit, left, ELEMENT, BITS, SCALE, GROUPS, BLOCK, WIDTH, MASKED,
                                            EDGE, WORDS, FP8)  # fmt: skip
                 total = total + (value if SCALE == SCALE_NONE else value * scale)
@@ -58,8 +65,8 @@ def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
             if rank == OWN_RANK:
                 total = total + load_floats(own, limit, GROUPS, BLOCK, WIDTH, MASKED, False)
             else:
-                step = row_bytes.to(tl.int64) * rank
-                value, scale = decode_tile(codes + step // CODE_SIZE, scales + step // SCALE_SIZE, zeros + step,
+                value, scale = decode_tile(codes + apart * (rank * (16 // CODE_SIZE)),
+                                           scales + apart * (rank * (16 // SCALE_SIZE)), zeros + apart * (rank * 16),
                                            levels, limit, left, ELEMENT, BITS, SCALE, GROUPS, BLOCK, WIDTH, MASKED,
                                            EDGE, WORDS, FP8)  # fmt: skip
                 if SCALE == SCALE_NONE:

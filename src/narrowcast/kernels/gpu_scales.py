@@ -36,8 +36,11 @@ def measure(x, ELEMENT: tl.constexpr, WIDTH: tl.constexpr):
         order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         first, second = tl.max(order, 1), tl.min(order, 1)
     else:
-        bits = x.to(tl.uint32, bitcast=True)
-        first = as_bits(tl.max((bits << 1) | (bits >> 31), 1))
+        # The largest magnitude is that of the largest bits, read either without a sign (then a negative one is found if
+        # there is any) or with one (then a positive one). That spares the rotation of every element.
+        low = tl.max(x.to(tl.uint32, bitcast=True), 1)
+        high = tl.max(as_bits(x), 1).to(tl.uint32, bitcast=True)
+        first = as_bits(tl.maximum((low << 1) | (low >> 31), (high << 1) | (high >> 31)))
         second = first
     return first, second
 

@@ -233,20 +233,40 @@ def field(word, offset, AT: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr
 
 
 @triton.jit
+def join_eight(a, b, c, d, e, f, g, h):
+    """Eight neighbours from eight tensors, along three new dimensions."""
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    return tl.join(even, tl.join(tl.join(b, f), tl.join(d, h)))
+
+
+@triton.jit
 def load_whole(ptr, zeros, limit, BITS: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
                WIDTH: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
     """INT codes (HALF set) or AFFINE codes less their zero point, as fp32 whole numbers [GROUPS, WIDTH]."""
-    if WORDS and (BITS == 8 or BITS == 4):
+    if WORDS and BITS > 1:
         words = load_units(ptr, limit, 32 // BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, 1)
-        words = tl.join(words, words >> 16)
-        # A zero point for every field, laid out like the fields.
-        offset = zeros[:, None, None].to(tl.int32)
-        words = words.reshape([GROUPS, WIDTH * BITS // 32, 2])
+        words = words.reshape([GROUPS, WIDTH * BITS // 32])
+        offset = zeros[:, None].to(tl.int32)
         if BITS == 8:
-            whole = tl.join(field(words, offset, 0, 8, HALF), field(words, offset, 8, 8, HALF))
+            even = tl.join(field(words, offset, 0, 8, HALF), field(words >> 16, offset, 0, 8, HALF))
+            odd = tl.join(field(words, offset, 8, 8, HALF), field(words >> 16, offset, 8, 8, HALF))
+            whole = tl.join(even, odd)
+        elif BITS == 4:
+            # Five fields lie where a mantissa does; the others are brought there.
+            rest = words >> 20
+            whole = join_eight(
+                field(words, offset, 0, 4, HALF), field(words, offset, 4, 4, HALF),
+                field(words, offset, 8, 4, HALF), field(words, offset, 12, 4, HALF),
+                field(words, offset, 16, 4, HALF), field(rest, offset, 0, 4, HALF),
+                field(rest, offset, 4, 4, HALF), field(rest, offset, 8, 4, HALF))  # fmt: skip
         else:
-            even = tl.join(field(words, offset, 0, 4, HALF), field(words, offset, 8, 4, HALF))
-            whole = tl.join(even, tl.join(field(words, offset, 4, 4, HALF), field(words, offset, 12, 4, HALF)))
+            words = tl.join(words, words >> 16)
+            offset = zeros[:, None, None].to(tl.int32)
+            whole = join_eight(
+                field(words, offset, 0, 2, HALF), field(words, offset, 2, 2, HALF),
+                field(words, offset, 4, 2, HALF), field(words, offset, 6, 2, HALF),
+                field(words, offset, 8, 2, HALF), field(words, offset, 10, 2, HALF),
+                field(words, offset, 12, 2, HALF), field(words, offset, 14, 2, HALF))  # fmt: skip
         whole = whole.reshape([GROUPS, WIDTH])
     else:
         codes = load_codes(ptr, limit, BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, True)
@@ -268,10 +288,13 @@ def decode_tile(codes, scales, zeros, levels, limit, left, ELEMENT: tl.constexpr
         scale = tl.full([1, 1], 1.0, tl.float32)
     else:
         group = tl.arange(0, GROUPS)
-        exists = group < left
-        scale = scale_value(tl.load(scales + group, mask=exists, other=0), SCALE)[:, None]
+        if MASKED:
+            stored = tl.load(scales + group, mask=group < left, other=0)
+        else:
+            stored = tl.load(scales + group)
+        scale = scale_value(stored, SCALE)[:, None]
         if ELEMENT == AFFINE:
-            zero = tl.load(zeros + group, mask=exists, other=0).to(tl.int32)
+            zero = tl.load(zeros + group, mask=group < left, other=0).to(tl.int32)
             value = load_whole(codes, zero, limit, BITS, 0, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS)
         elif ELEMENT == INT:
             zero = tl.zeros([GROUPS], tl.int32)

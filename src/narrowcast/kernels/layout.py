@@ -150,12 +150,13 @@ class Scaling(NamedTuple):
 def scaling(format: Format, peak: float) -> Scaling:
     """The constants that turn a block's largest magnitude into its scale.
 
-    `peak` is the largest magnitude that a code stands for. `step` is 1/peak in fp32. `limit` is the largest
-    scale for which `peak * scale` is still finite, so that a block of FLT_MAX never decodes to infinity.
+    `peak` is the largest magnitude that a code stands for, or the codes that an affine block spreads over. `step` is
+    1/peak in fp32. `limit` is the largest scale for which `peak * scale` is still finite, so that a block of FLT_MAX
+    never decodes to infinity; an affine block may span twice FLT_MAX, and what decodes beyond is cut there.
     """
     if format.scale == Scale.NONE:
         return Scaling(1.0, FLT_MAX)
-    limit = min(SCALE_MAX[Scale(format.scale)], FLT_MAX / peak)
+    limit = min(SCALE_MAX[Scale(format.scale)], (2 if format.affine else 1) * (FLT_MAX / peak))
     return Scaling(to_float32(1.0 / peak), _round_down(limit, Scale(format.scale)))
 
 

@@ -27,6 +27,10 @@ GRAIN = 1 << 18
 """Elements that are worth a thread of their own: waking one costs what encoding about 100,000 elements does."""
 
 
+LARGE = 1 << 22
+"""Bytes from which on new memory is worth a word to the kernel."""
+
+
 class Spec(ctypes.Structure):
     """Mirrors `Spec` in native_core/core.h."""
 
@@ -84,10 +88,16 @@ class Native:
         self._isa = isa
         address, i32, i64 = c_void_p, c_int32, c_int64
         summands = (address, address, i64, i64, address, i32, i64, i64)
+        self._fresh = library.nc_fresh
+        self._fresh.argtypes, self._fresh.restype = (address, i64), None
         self._encode = _function(library, "nc_encode", address, address, i32, i64, i64, address, i64, i64, i32, i32)
         self._decode = _function(library, "nc_decode", address, address, i64, i64, address, i32, i64, i32, i32)
         self._sum = _function(library, "nc_sum", *summands, address, i32, i32, i32)
         self._reduce = _function(library, "nc_reduce", *summands, address, i64, i32, i32)
+
+    def fresh(self, out: Tensor) -> None:
+        if out.nbytes >= LARGE:
+            self._fresh(out.data_ptr(), out.nbytes)
 
     def encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
         rows = _contiguous(rows)

@@ -32,6 +32,9 @@ class Kernel(Protocol):
 
     name: str
 
+    def fresh(self, out: Tensor) -> None:
+        """A hint: `out` is new memory, about to be written whole."""
+
     def encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None: ...
 
     def decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None: ...
@@ -57,6 +60,9 @@ class Reference:
     """The reference behind the interface of the compiled kernels."""
 
     name = "reference"
+
+    def fresh(self, out: Tensor) -> None:
+        pass
 
     def encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
         out.copy_(reference.encode(rows, recipe, seed))
@@ -233,8 +239,10 @@ for _name, _schema, _implementation, _fake in (
 
 def encode(rows: Tensor, recipe: Recipe, seed: int) -> Tensor:
     if _unwatched(rows):
+        kernel = kernel_for(rows.device.type)
         out = _encode_shape(rows, recipe.format)
-        kernel_for(rows.device.type).encode(out, rows, recipe, seed)
+        kernel.fresh(out)
+        kernel.encode(out, rows, recipe, seed)
         return out
     return torch.ops.narrowcast.encode(rows, *recipe, seed)  # type: ignore[no-any-return]
 
@@ -248,8 +256,10 @@ def encode_(out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
 
 def decode(data: Tensor, numel: int, dtype: torch.dtype, recipe: Recipe) -> Tensor:
     if _unwatched(data):
+        kernel = kernel_for(data.device.type)
         out = _decode_shape(data, numel, dtype)
-        kernel_for(data.device.type).decode(out, data, recipe)
+        kernel.fresh(out)
+        kernel.decode(out, data, recipe)
         return out
     return torch.ops.narrowcast.decode(data, numel, dtype, *recipe)  # type: ignore[no-any-return]
 

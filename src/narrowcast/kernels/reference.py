@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from narrowcast.kernels.casts import NAN, cast_bits, cast_output, cast_value, to_float32
+from narrowcast.kernels.draws import mix64, uniform  # noqa: F401
 from narrowcast.kernels.layout import FLT_MAX, FLT_MIN, Element, Format, Recipe, Scale, layout, scaling
 
-NAN = float("nan")
 LEAF = 64
 """Magnitudes are summed in leaves of this many elements; see `mean_magnitude`."""
 
@@ -119,7 +120,9 @@ def zero_points(blocks: Tensor, scale: Tensor, format: Format) -> Tensor:
     if not format.affine:
         return torch.zeros_like(scale, dtype=torch.int64)
     lowest = blocks.amin(-1, keepdim=True).clamp(max=0.0)
-    return (-lowest * (1.0 / scale)).round().clamp(0, 2**format.bits - 1).long()
+    codes = -lowest * (1.0 / scale)
+    codes = codes.ceil() if format.stochastic else codes.round()
+    return codes.clamp(0, 2**format.bits - 1).long()
 
 
 def round_up(scale: Tensor, kind: int, limit: float) -> Tensor:
@@ -152,7 +155,7 @@ def scale_bits(scale: Tensor, kind: int) -> Tensor:
 
 def scale_value(stored: Tensor, kind: int) -> Tensor:
     """Inverse of `scale_bits`: bytes [rows, groups * size] as fp32 [rows, groups]."""
-    stored = stored.contiguous()
+    stored = stored.clone(memory_format=torch.contiguous_format)  # aligned, whatever `stored` is a view of
     if kind == Scale.FP16:
         return stored.view(torch.float16).float()
     if kind == Scale.BF16:
@@ -235,6 +238,7 @@ def decode_float32(data: Tensor, numel: int, recipe: Recipe) -> Tensor:
     elif format.affine:
         zeros = data[:, where.zeros_offset : where.zeros_offset + where.groups].long()
         value = (codes - zeros.repeat_interleave(where.group_size, 1)[:, :numel]).float() * scale
+        value = value.clamp(-FLT_MAX, FLT_MAX)
     elif format.element == Element.LEVELS:
         assert table is not None
         value = table[0][codes] * scale
@@ -247,7 +251,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [rows, n] as the little-endian bit stream [rows, ceil(n * bits / 8)]."""
     rows, n = codes.shape
     if bits >= 8:
-        return codes.to({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]).view(torch.uint8)
+        return codes.to({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]).contiguous().view(torch.uint8)
     codes = pad(codes.long() & (2**bits - 1), (0, -n % 8)).view(rows, -1, 8)
     steps = torch.arange(8, device=codes.device)
     words = (codes << (steps * bits)).sum(-1, keepdim=True)
@@ -258,7 +262,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(data: Tensor, n: int, bits: int) -> Tensor:
     """Inverse of `pack`: codes [rows, n] as non-negative int64 (16- and 32-bit codes keep their sign)."""
     rows = data.shape[0]
-    data = data.contiguous()
+    data = data.clone(memory_format=torch.contiguous_format)  # aligned, whatever `data` is a view of
     if bits >= 8:
         return data.view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]).long()
     groups = -(-n // 8)
@@ -267,57 +271,6 @@ def unpack(data: Tensor, n: int, bits: int) -> Tensor:
     words = (data << (steps[:bits] * 8)).sum(-1, keepdim=True)
     codes = (words >> (steps * bits)) & (2**bits - 1)
     return codes.view(rows, -1)[:, :n]
-
-
-# -- casts: finite values saturate, infinities and NaN stay (fp8 e4m3 has no infinity: NaN) --------------------------
-
-CAST_DTYPE = {
-    Element.FP16: torch.float16,
-    Element.BF16: torch.bfloat16,
-    Element.E4M3: torch.float8_e4m3fn,
-    Element.E5M2: torch.float8_e5m2,
-}
-CAST_NAN = {Element.FP16: 0x7E00, Element.BF16: 0x7FC0, Element.E4M3: 0x7F, Element.E5M2: 0x7F}
-
-
-def cast_bits(x: Tensor, element: int) -> Tensor:
-    """fp32 as the bits of a narrower float; every NaN becomes the one in CAST_NAN."""
-    if element == Element.FP32:
-        return x.contiguous().view(torch.int32)
-    dtype = CAST_DTYPE[Element(element)]
-    narrow = saturate(x, dtype)
-    bits = narrow.view(torch.uint8 if narrow.element_size() == 1 else torch.int16).long()
-    lost = x.isnan() if element != Element.E4M3 else ~x.isfinite()
-    return torch.where(lost, CAST_NAN[Element(element)], bits)
-
-
-def cast_value(codes: Tensor, element: int) -> Tensor:
-    """Inverse of `cast_bits`."""
-    if element == Element.FP32:
-        return codes.to(torch.int32).view(torch.float32)
-    narrow = torch.uint8 if element in (Element.E4M3, Element.E5M2) else torch.int16
-    value = codes.to(narrow).view(CAST_DTYPE[Element(element)]).float()
-    return torch.where(value.isnan(), NAN, value)
-
-
-def cast_output(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 results in the dtype that was asked for."""
-    if dtype in (torch.float32, torch.float64):
-        return value.to(dtype)
-    return torch.where(value.isnan(), NAN, saturate(value, dtype))
-
-
-def to_float32(x: Tensor) -> Tensor:
-    """Any float dtype as fp32; fp32 itself is not touched, not even its NaNs."""
-    if x.dtype == torch.float32:
-        return x
-    y = torch.where(x.isinf(), x, x.clamp(-FLT_MAX, FLT_MAX)) if x.dtype == torch.float64 else x
-    return torch.where(y.isnan(), NAN, y.float())
-
-
-def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    top = torch.finfo(dtype).max
-    return torch.where(x.isinf(), x, x.clamp(-top, top)).to(dtype)
 
 
 def extreme_is_negative(blocks: Tensor) -> Tensor:
@@ -329,34 +282,3 @@ def extreme_is_negative(blocks: Tensor) -> Tensor:
 def magnitude_bits(x: Tensor) -> Tensor:
     """|x| as integers: they order like the magnitudes, with infinity and NaN on top."""
     return x.contiguous().view(torch.int32) & 0x7FFFFFFF
-
-
-# -- stochastic rounding --------------------------------------------------------------------------------------------
-
-WORD = 0xFFFFFFFF
-
-
-def uniform(seed: int, rows: int, groups: int, group_size: int, device: torch.device) -> Tensor:
-    """One number of 24 bits in [0, 1) per element, a function of (seed, row, index in the row) alone."""
-    index = torch.arange(groups * group_size, device=device)
-    row = torch.arange(rows, device=device).unsqueeze(1)
-    key = mix64(mix64(mix64(torch.tensor(seed, device=device)) + row) + (index >> 32))
-    x = (index & WORD) ^ (key & WORD)
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & WORD
-    x = x ^ ((key >> 32) & WORD)
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & WORD
-    x = x ^ (x >> 16)
-    return ((x >> 8).float() * 2.0**-24).view(rows, groups, group_size)
-
-
-def mix64(z: Tensor) -> Tensor:
-    """The finalizer of splitmix64, on int64 that wraps."""
-    z = z - 0x61C8864680B583EB
-    z = (z ^ shift_right(z, 30)) * -0x40A7B892E31B1A47
-    z = (z ^ shift_right(z, 27)) * -0x6B2FB644ECCEEE15
-    return z ^ shift_right(z, 31)
-
-
-def shift_right(z: Tensor, count: int) -> Tensor:
-    """A logical shift: torch's own keeps the sign."""
-    return (z >> count) & ((1 << (64 - count)) - 1)

@@ -147,7 +147,12 @@ inline void dequantize_int(const uint8_t* __restrict codes, Scaling by, float* _
 
 template <bool ADD>
 inline void dequantize_affine(const uint8_t* __restrict codes, Scaling by, float* __restrict out) {
-    for (int i = 0; i < PIECE; ++i) put<ADD>(float(int32_t(codes[i]) - by.zero) * by.scale, out[i]);
+    constexpr float most = 0x1.fffffep+127f;
+    for (int i = 0; i < PIECE; ++i) {
+        float value = float(int32_t(codes[i]) - by.zero) * by.scale;
+        value = value > most ? most : value;  // NaN is neither
+        put<ADD>(value < -most ? -most : value, out[i]);
+    }
 }
 
 // -- signs -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,9 @@
 namespace {
 using namespace nc;
 
+// Encoded rows may start at any byte.
+typedef uint16_t Half16 __attribute__((aligned(1), may_alias));
+
 constexpr int64_t PIECE = 64;  // elements handled at a time; a multiple of every vector width
 
 template <class To, class From>
@@ -97,7 +100,7 @@ inline float from_double(double x) {
 }
 
 // fp16 has instructions of its own where F16C is there; they leave saturation and NaN to us.
-inline void widen_half(const uint16_t* in, float* out, int64_t n) {
+inline void widen_half(const Half16* in, float* out, int64_t n) {
 #if defined(__AVX512F__)
     for (; n >= 16; n -= 16, in += 16, out += 16) {
         __m512 x = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(in)));
@@ -108,7 +111,7 @@ inline void widen_half(const uint16_t* in, float* out, int64_t n) {
     for (int64_t i = 0; i < n; ++i) out[i] = Half::widen(in[i]);
 }
 
-inline void narrow_half(const float* in, uint16_t* out, int64_t n) {
+inline void narrow_half(const float* in, Half16* out, int64_t n) {
 #if defined(__AVX512F__)
     const __m512i most = _mm512_set1_epi32(0x7FFFFFFF), infinity = _mm512_set1_epi32(0x7F800000);
     for (; n >= 16; n -= 16, in += 16, out += 16) {
@@ -130,9 +133,9 @@ inline const float* load(const Floats& row, int64_t begin, int64_t n, float* buf
     begin -= row.origin;
     switch (row.dtype) {
         case F32: return static_cast<const float*>(row.data) + begin;
-        case F16: widen_half(static_cast<const uint16_t*>(row.data) + begin, buffer, n); break;
+        case F16: widen_half(static_cast<const Half16*>(row.data) + begin, buffer, n); break;
         case B16: {
-            const uint16_t* in = static_cast<const uint16_t*>(row.data) + begin;
+            const Half16* in = static_cast<const Half16*>(row.data) + begin;
             for (int64_t i = 0; i < n; ++i) buffer[i] = Brain::widen(in[i]);
             break;
         }
@@ -155,9 +158,9 @@ inline void fetch(const Floats& row, int64_t begin, int64_t n) {
 inline void store(const float* in, void* out, int32_t dtype, int64_t begin, int64_t n) {
     switch (dtype) {
         case F32: std::memcpy(static_cast<float*>(out) + begin, in, size_t(n) * 4); break;
-        case F16: narrow_half(in, static_cast<uint16_t*>(out) + begin, n); break;
+        case F16: narrow_half(in, static_cast<Half16*>(out) + begin, n); break;
         case B16: {
-            uint16_t* to = static_cast<uint16_t*>(out) + begin;
+            Half16* to = static_cast<Half16*>(out) + begin;
             for (int64_t i = 0; i < n; ++i) to[i] = uint16_t(Brain::narrow(in[i]));
             break;
         }

@@ -224,9 +224,9 @@ inline void widen_row(const Spec& spec, const uint8_t* data, int64_t begin, int6
     if (spec.element == FP32) {
         std::memcpy(out, from, size_t(count) * 4);
     } else if (spec.element == FP16) {
-        widen_half(reinterpret_cast<const uint16_t*>(from), out, count);
+        widen_half(reinterpret_cast<const Half16*>(from), out, count);
     } else {
-        const uint16_t* in = reinterpret_cast<const uint16_t*>(from);
+        const Half16* in = reinterpret_cast<const Half16*>(from);
         for (int64_t i = 0; i < count; ++i) out[i] = Brain::widen(in[i]);
     }
 }

@@ -44,10 +44,11 @@ struct Table {
         if (lowest >= -128 && highest <= 127) lowest = -128, highest = 127, way = BYTES;
         else if (symmetric && thresholds % 2 == 0) zero = thresholds / 2, lowest = 0, highest = REACH, way = MAGNITUDES;
 #endif
-        int code = 0;
-        for (int32_t t = lowest; t <= highest; ++t) {
-            while (code < thresholds && half(code) < t) ++code;
-            lookup[t - lowest] = uint8_t(way == MAGNITUDES ? code - zero : code);
+        int32_t from = lowest;
+        for (int code = way == MAGNITUDES ? zero : 0; code <= thresholds; ++code) {
+            int32_t to = code < thresholds ? half(code) : highest;
+            std::memset(lookup + (from - lowest), way == MAGNITUDES ? code - zero : code, size_t(to - from + 1));
+            from = to + 1;
         }
     }
 
@@ -106,8 +107,10 @@ inline __m512i look_up(const uint8_t* table, __m512i low, __m512i high) {
     return found[0];
 }
 
+// Rounded up. What is too large for an integer would come out negative; what is too small does so anyway.
 inline __m512i ceil_of_product(const float* x, __m512 by) {
-    return _mm512_cvt_roundps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), by), _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+    __m512 product = _mm512_min_ps(_mm512_mul_ps(_mm512_loadu_ps(x), by), _mm512_set1_ps(0x1p30f));
+    return _mm512_cvt_roundps_epi32(product, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
 }
 
 // Halves that fit into a signed byte; what is beyond is beyond every threshold, so saturation does no harm.

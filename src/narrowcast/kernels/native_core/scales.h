@@ -167,7 +167,8 @@ inline void settle_as(const Spec& spec, Batch& batch, int64_t group, int64_t gro
         scale = as<float>(as<uint32_t>(scale) | (flip & ~batch.key[i]) << 31);
         float inverse = 1.0f / scale;
         if (ELEMENT == AFFINE) {
-            float zero = clamp(-low * inverse, 0.0f, top) + ROUNDER;
+            float zero = clamp(-low * inverse, 0.0f, top);
+            zero = (spec.stochastic ? std::ceil(zero) : zero) + ROUNDER;
             batch.zero[i] = finite ? int32_t(as<uint32_t>(zero) & 0xFF) : 0;
         }
         batch.scale[i] = finite ? scale : NOT_A_NUMBER;
