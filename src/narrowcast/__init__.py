@@ -1,9 +1,9 @@
 """narrowcast: quantized tensors in flight, at rest and in training.
 
-    import narrowcast as nc
+import narrowcast as nc
 
-    payload = nc.encode(x, "int4")      # four bits an element, and a scale per block
-    y = nc.decode(payload)
+payload = nc.encode(x, "int4")      # four bits an element, and a scale per block
+y = nc.decode(payload)
 """
 
 from narrowcast import codecs, errors

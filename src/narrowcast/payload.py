@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.codecs import Codec, checks, codec as as_codec
-from narrowcast.codecs.base import ROW
+from narrowcast.codecs import Codec, checks
+from narrowcast.codecs import codec as as_codec
 from narrowcast.errors import DtypeError, PayloadError, ShapeError
+from narrowcast.kernels.layout import ROW
 
 
 @dataclass(eq=False, slots=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 import narrowcast as nc
 from cases import CODECS, DTYPES, FLT_MAX, mixed, same_bits
 from narrowcast.codecs import Levels
-from narrowcast.kernels import gpu, reference
+from narrowcast.kernels import draws, gpu, reference
 from narrowcast.kernels.layout import Recipe, layout
 from narrowcast.kernels.ops import Kernel
 
@@ -334,17 +334,17 @@ if CUDA or INTERPRETER:
 
 @here
 def test_draws_go_on_beyond_four_billion_elements() -> None:
-    seed, start = int(reference.mix64(torch.tensor(11))), 3 * 2**32 - 5
+    seed, start = int(draws.mix64(torch.tensor(11))), 3 * 2**32 - 5
     out = torch.zeros(16, device=DEVICE)
     draw[(1,)](out, seed, start)
-    key = reference.mix64(torch.tensor(seed))
+    key = draws.mix64(torch.tensor(seed))
     want = torch.stack([reference_draw(key, torch.tensor(start + i)) for i in range(16)])
     assert torch.equal(out.cpu(), want)
 
 
 def reference_draw(row_key: Tensor, index: Tensor) -> Tensor:
     """`reference.uniform` of one element, at an index that no test has the memory to reach."""
-    key = reference.mix64(row_key + (index >> 32))
+    key = draws.mix64(row_key + (index >> 32))
     x = (index & reference.WORD) ^ (key & reference.WORD)
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & reference.WORD
     x = x ^ ((key >> 32) & reference.WORD)

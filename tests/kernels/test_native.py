@@ -18,18 +18,27 @@ from narrowcast.errors import KernelWarning
 from narrowcast.kernels import native, ops, reference
 
 FLT_MAX = torch.finfo(torch.float32).max
-BITS_OF = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float64: torch.int64}
+BITS_OF = {
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float64: torch.int64,
+}
 
+WIDTHS = (2, 3, 4, 5, 6, 8)
+FOR_EACH_WIDTH = (
+    *("zero_point=true", "stochastic=true", "zero_point=true,stochastic=true"),
+    *("scale=e8m0", "scale=fp16", "block=row"),
+)
 OPTIONS = [
-    *(f"int{bits}:{option}" for bits in (2, 3, 4, 5, 6, 8) for option in (
-        "zero_point=true", "stochastic=true", "zero_point=true,stochastic=true", "scale=e8m0", "scale=fp16", "block=row",
-    )),
-    "int8:block=8", "int4:block=24", "int3:block=200", "int5:block=4096", "int4:scale=fp32,block=32",
-    "int4:scale=e8m0,zero_point=true", "int6:scale=fp16,zero_point=true", "fp8_e4m3:block=128", "fp8_e5m2:block=row,scale=bf16",
-    "fp8_e5m2:block=32,scale=e8m0", "sign:block=row", "sign:block=200", "sign:block=8,scale=e8m0", "sign:scale=fp16",
-    "nf4:block=row", "nf4:scale=e8m0", "apot4:k=1", "apot8:k=7", "apot6:k=5", "levels:table=-1|0|0.5",
-    "levels:table=0|0.1|0.5|0.7|0.9", "levels:table=" + "|".join(f"{i * i / 100 - 30}" for i in range(200)),
-]  # fmt: skip
+    *(f"int{bits}:{option}" for bits in WIDTHS for option in FOR_EACH_WIDTH),
+    *("int8:block=8", "int4:block=24", "int3:block=200", "int5:block=4096", "int4:scale=fp32,block=32"),
+    *("int4:scale=e8m0,zero_point=true", "int6:scale=fp16,zero_point=true", "fp8_e4m3:block=128"),
+    *("fp8_e5m2:block=row,scale=bf16", "fp8_e5m2:block=32,scale=e8m0", "sign:block=row", "sign:block=200"),
+    *("sign:block=8,scale=e8m0", "sign:scale=fp16", "nf4:block=row", "nf4:scale=e8m0"),
+    *("apot4:k=1", "apot8:k=7", "apot6:k=5", "levels:table=-1|0|0.5", "levels:table=0|0.1|0.5|0.7|0.9"),
+    "levels:table=" + "|".join(f"{i * i / 100 - 30}" for i in range(200)),
+]
 SPECS = [*nc.list_codecs(), *OPTIONS]
 
 INPUTS = ("normal", "wide", "denormal", "huge", "non-finite", "ties and zeros", "constant")
@@ -109,7 +118,9 @@ def test_every_instruction_set_gives_the_bytes_of_the_reference(kernel: native.N
                 assert torch.equal(reduced, row), ("reduce", rows, numel, kind, dtype)
 
 
-@pytest.mark.parametrize("spec", ["int8", "int4:block=65536", "sign", "nf4", "int8:block=row", "sign:block=row", "bf16"])
+@pytest.mark.parametrize(
+    "spec", ["int8", "int4:block=65536", "sign", "nf4", "int8:block=row", "sign:block=row", "bf16"]
+)
 def test_long_rows_are_cut_into_parts_without_a_trace(kernel: native.Native, spec: str) -> None:
     codec = nc.codec(spec)
     recipe = codec._recipe(torch.device("cpu"))
@@ -167,7 +178,7 @@ def test_two_threads_may_encode_at_once() -> None:
 
 def test_other_python_threads_run_during_a_call() -> None:
     x = torch.randn(1, 1 << 25)
-    codec, done, ticks = nc.codec("apot8"), threading.Event(), []
+    codec, done, ticks = nc.codec("apot8:block=8"), threading.Event(), []
     out = codec.encode(x)
 
     def tick() -> None:

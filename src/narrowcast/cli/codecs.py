@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def codecs(
@@ -43,10 +46,7 @@ def catalogue() -> list[dict[str, object]]:
     return rows
 
 
-def sqnr(x: object, y: object) -> float:
+def sqnr(x: Tensor, y: Tensor) -> float:
     """Signal to quantization noise of y against x, in dB."""
-    import torch
-
-    assert isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
     noise = (x - y).double().square().sum()
-    return float(10 * torch.log10(x.double().square().sum() / noise))
+    return float(10 * (x.double().square().sum() / noise).log10())

@@ -159,9 +159,7 @@ class Codec:
         if out is None:
             return ops.reduce(rows, numel, recipe, own, own_rank, divisor, seed)
         checks.out(out, (rows.shape[-1],), (torch.uint8,), rows.device)
-        return _write(
-            out, lambda target: ops.reduce_(target[0], rows, numel, recipe, own, own_rank, divisor, seed)
-        )
+        return _write(out, lambda target: ops.reduce_(target[0], rows, numel, recipe, own, own_rank, divisor, seed))
 
     # -- the bound ----------------------------------------------------------------------------------------------
 

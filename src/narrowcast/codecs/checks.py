@@ -37,8 +37,8 @@ def float_rows(x: Tensor, argument: str) -> None:
 
 def byte_rows(rows: Tensor, codec: Codec, numel: int, argument: str) -> None:
     if not isinstance(rows, Tensor) or rows.dtype != torch.uint8:
-        found = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-        raise DtypeError(f"{argument}: encoded rows are uint8, got {found}. Pass what encode() returned.")
+        kind = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        raise DtypeError(f"{argument}: encoded rows are uint8, got {kind}. Pass what encode() returned.")
     expected = codec.row_bytes(numel)
     if rows.dim() == 0 or rows.shape[-1] != expected:
         found = rows.shape[-1] if rows.dim() else "no"
@@ -73,9 +73,7 @@ def summands(
         return plain(rows), None
     float_rows(own, "own")
     if tuple(own.shape) != (numel,) or own.device != rows.device:
-        raise ShapeError(
-            f"own: expected shape ({numel},) on {rows.device}, got {tuple(own.shape)} on {own.device}."
-        )
+        raise ShapeError(f"own: expected shape ({numel},) on {rows.device}, got {tuple(own.shape)} on {own.device}.")
     if not _whole(own_rank) or not 0 <= own_rank < len(rows):
         raise ShapeError(f"own_rank={own_rank!r}: rows has ranks 0 to {len(rows) - 1}.")
     return plain(rows), plain(own).contiguous()

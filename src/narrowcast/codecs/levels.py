@@ -88,9 +88,7 @@ class APoT(Levels):
 
     options: ClassVar[tuple[str, ...]] = ("k", "block", "scale")
 
-    def __init__(
-        self, bits: int, *, k: int = 2, block: int | str | None = None, scale: str | None = None
-    ) -> None:
+    def __init__(self, bits: int, *, k: int = 2, block: int | str | None = None, scale: str | None = None) -> None:
         table = _table(_apot_integers(bits - 1, k, bits))
         super().__init__(table, block=block, scale=scale, name=f"apot{bits}", given=differing(k=(k, 2)))
 

@@ -1,7 +1,7 @@
-""""int4:block=64" and codec objects: the names, and the grammar of specs.
+""" "int4:block=64" and codec objects: the names, and the grammar of specs.
 
-    spec    = name [":" option ("," option)*]
-    option  = key "=" value             value: an integer, true, false, a word, or numbers joined by "|"
+spec    = name [":" option ("," option)*]
+option  = key "=" value             value: an integer, true, false, a word, or numbers joined by "|"
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CODECS: dict[str, tuple[type[Codec], Callable[..., Codec]]] = {
     **{f"pot{bits}": (PoT, partial(PoT, bits)) for bits in range(2, 6)},
     "nf4": (NormalFloat, NormalFloat),
 }
-_NEEDS_A_TABLE = {"levels": (Levels, Levels)}
+_NEEDS_A_TABLE: dict[str, tuple[type[Codec], Callable[..., Codec]]] = {"levels": (Levels, Levels)}
 
 
 def list_codecs() -> list[str]:

@@ -1,8 +1,8 @@
 """Uniform codes: `sign` and `int2` to `int8`, with one scale per block.
 
-`intN` stores round(x / scale), a two's complement integer; zero is exact. The scale's magnitude is max|x| / 2**(N-1), and
-its sign the one that gives the block's largest element the code -2**(N-1), which has no positive counterpart: at equal
-bytes that gains 5 dB at 2 bits, 1 dB at 4 and nothing at 8 over symmetric codes (docs/defaults.md).
+`intN` stores round(x / scale), a two's complement integer; zero is exact. The scale's magnitude is max|x| / 2**(N-1),
+and its sign the one that gives the block's largest element the code -2**(N-1), which has no positive counterpart: at
+equal bytes that gains 5 dB at 2 bits, 1 dB at 4 and nothing at 8 over symmetric codes (docs/defaults.md).
 `zero_point=true` spends the codes on [min, max] instead (stretched to hold zero, which stays exact).
 `stochastic=true` rounds up with the probability that makes the error zero on average, with symmetric codes.
 `sign` keeps one bit per element, and decodes to plus or minus the block's mean magnitude.

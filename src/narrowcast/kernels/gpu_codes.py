@@ -50,48 +50,6 @@ def as_float(bits):
 
 
 @triton.jit
-def insert(word, MASK: tl.constexpr, BASE: tl.constexpr):
-    """(word & MASK) ^ BASE, which the compiler makes two instructions of."""
-    if NATIVE:
-        mask = tl.full([1], MASK, tl.int32)
-        base = tl.full([1], BASE, tl.int32)
-        word = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0x6A;", "=r,r,r,r", [word, mask, base], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        word = (word & MASK) ^ BASE
-    return word
-
-
-@triton.jit
-def signed_bytes(word):
-    """The four bytes of a word, two's complement, as four fp32 numbers: conversions have a unit of their own."""
-    if NATIVE:
-        a, b, c, d = tl.inline_asm_elementwise(
-            "{ .reg .b32 t<4>; bfe.s32 t0, $4, 0, 8; bfe.s32 t1, $4, 8, 8; bfe.s32 t2, $4, 16, 8; "
-            "bfe.s32 t3, $4, 24, 8; cvt.rn.f32.s32 $0, t0; cvt.rn.f32.s32 $1, t1; cvt.rn.f32.s32 $2, t2; "
-            "cvt.rn.f32.s32 $3, t3; }",
-            "=f,=f,=f,=f,r",
-            [word],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        a, b = ((word << 24) >> 24).to(tl.float32), ((word << 16) >> 24).to(tl.float32)
-        c, d = ((word << 8) >> 24).to(tl.float32), (word >> 24).to(tl.float32)
-    return a, b, c, d
-
-
-@triton.jit
-def select_bytes(low, high, selector):
-    """PTX's prmt: each of the selector's low four nibbles picks a byte of `low` or `high`, or only copies of its sign."""
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
 def reciprocal(x):
     """1 / x, correctly rounded."""
     if NATIVE:
@@ -99,47 +57,6 @@ def reciprocal(x):
     else:
         x = tl.div_rn(1.0, x)
     return x
-
-
-@triton.jit
-def lookup(table, index, SIZE: tl.constexpr):
-    """table[index] for int32 tables of SIZE, a power of two; other bits of the index do not count.
-
-    Small tables are held by the lanes of a warp, one entry each, and a shuffle reads them: no address to compute. A
-    `tl.load` of scattered addresses would also make the compiler move the whole tile to another layout and back.
-    """
-    if NATIVE and SIZE <= 32:
-        held = tl.inline_asm_elementwise(
-            "{ .reg .b32 lane; .reg .b64 at; mov.u32 lane, %laneid; and.b32 lane, lane, $2; "
-            "mad.wide.u32 at, lane, 4, $1; ld.global.nc.b32 $0, [at]; }",
-            "=r,l,r",
-            [table.to(tl.int64), SIZE - 1],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-        # The last-but-one operand makes segments of SIZE lanes, so that only the index's low bits count.
-        segment: tl.constexpr = ((32 - SIZE) << 8) | 31
-        found = tl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, $2, $3, -1;",
-            "=r,r,r,n",
-            [held, index, segment],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    elif NATIVE:
-        found = tl.inline_asm_elementwise(
-            "{ .reg .b64 at; mad.wide.u32 at, $2, 4, $1; ld.global.nc.b32 $0, [at]; }",
-            "=r,l,r",
-            [table.to(tl.int64), index & (SIZE - 1)],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        found = tl.load(table + (index & (SIZE - 1)))
-    return found
 
 
 # -- floats in and out: bf16 and the outputs travel as integers, so that no conversion can touch a NaN ----------------
@@ -283,44 +200,6 @@ def quantize(y, zeros, draws, ELEMENT: tl.constexpr, BITS: tl.constexpr, LOW: tl
         code = tl.minimum(tl.maximum(round_whole(y, -top, top, False) + zeros, 0), top)
     else:
         code = round_whole(y, LOW, half - 1, OPEN) + half
-    return code
-
-
-@triton.jit
-def count_near(y, thresholds, reach, third, second, first, start, COUNT: tl.constexpr, OPEN: tl.constexpr):
-    """How many thresholds lie below y, where a cubic of y says it within one: see `gpu_tables.fit`."""
-    near = y if OPEN else tl.minimum(tl.maximum(y, -reach), reach)
-    guess = third * near + second
-    guess = tl.fma(guess, near, first + tl.zeros_like(near))
-    # The low bits of the sum are the guess. Whatever a NaN became, the lookup stays inside the table, and its block's
-    # codes are thrown away later.
-    guess = as_bits(tl.fma(guess, near, start + WHOLE + tl.zeros_like(near)))
-    after = as_float(lookup(thresholds, guess, COUNT)) - y
-    return guess - WHOLE_BITS + (after.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
-
-
-@triton.jit
-def count_below(y, cells, slope, middle, CELLS: tl.constexpr, STEPS: tl.constexpr, SEARCHED: tl.constexpr,
-                OPEN: tl.constexpr):  # fmt: skip
-    """How many thresholds lie below y: the code of y in a table of levels.
-
-    y's cell, a monotone function of y, says how many lie in the cells before; at most 2**STEPS - 1 lie in its own, and
-    a few comparisons count those. `gpu_tables.py` lays the cells out with the same arithmetic. OPEN: y is at most 2%
-    larger than the largest level, and the cells reach that far.
-    """
-    # The low bits of the sum are the cell. Whatever a NaN became, lookups stay inside the table, and its block's codes
-    # are thrown away later.
-    cell = y * slope + middle
-    if not OPEN:
-        cell = tl.minimum(tl.maximum(cell, 0.0), (CELLS - 1) * 1.0)
-    cell = as_bits(cell + WHOLE)
-    code = lookup(cells, cell, CELLS)
-    if STEPS == 1:
-        code += (y > as_float(lookup(cells + CELLS, cell, CELLS))).to(tl.int32)
-    else:
-        for step in tl.static_range(STEPS):
-            ahead = lookup(cells + CELLS, code + ((1 << (STEPS - 1 - step)) - 1), SEARCHED)
-            code += tl.where(y > as_float(ahead), 1 << (STEPS - 1 - step), 0)
     return code
 
 

@@ -17,7 +17,8 @@ import triton.language as tl
 
 from narrowcast.kernels.gpu_codes import FP32, INT, NAN_BITS, as_bits, as_float, to_output
 from narrowcast.kernels.gpu_scales import SCALE_NONE, combine, measure
-from narrowcast.kernels.gpu_tiles import decode_tile, encode_tile, load_floats, locate, places, store_floats
+from narrowcast.kernels.gpu_tiles import decode_tile, encode_tile, load_floats, locate, store_floats
+from narrowcast.kernels.gpu_words import places
 
 FOLD = tl.constexpr(1024)
 """Statistics that one program of `fold_kernel` combines."""
@@ -32,13 +33,16 @@ def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
               BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
               WORDS: tl.constexpr, FP8: tl.constexpr, RANKS: tl.constexpr, OWN_RANK: tl.constexpr,
               DIVIDE: tl.constexpr, FUSED: tl.constexpr, CODE_SIZE: tl.constexpr,
-              SCALE_SIZE: tl.constexpr):  # fmt: skip
-    """The tile's sum over ranks, in order. RANKS is 0 where their number is only known when the kernel runs."""
+              SCALE_SIZE: tl.constexpr, BYTEWISE: tl.constexpr):  # fmt: skip
+    """The tile's sum over ranks, in order. RANKS is 0 where their number is only known when the kernel runs.
+
+    Where it is known, rank r is read by `load_bytewise` if bit r % 8 of BYTEWISE says so.
+    """
     if OWN_RANK == 0:
         total = load_floats(own, limit, GROUPS, BLOCK, WIDTH, MASKED, False)
     else:
         value, scale = decode_tile(codes, scales, zeros, levels, limit, left, ELEMENT, BITS, SCALE, GROUPS, BLOCK,
-                                   WIDTH, MASKED, EDGE, WORDS, FP8)  # fmt: skip
+                                   WIDTH, MASKED, EDGE, WORDS, FP8, False)  # fmt: skip
         if SCALE == SCALE_NONE:
             total = value
         elif ELEMENT == INT and FUSED:
@@ -58,7 +62,7 @@ def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
                 value, scale = decode_tile(codes + apart * (rank * (16 // CODE_SIZE)),
                                            scales + apart * (rank * (16 // SCALE_SIZE)), zeros + apart * (rank * 16),
                                            levels, limit, left, ELEMENT, BITS, SCALE, GROUPS, BLOCK, WIDTH, MASKED,
-                                           EDGE, WORDS, FP8)  # fmt: skip
+                                           EDGE, WORDS, FP8, False)  # fmt: skip
                 total = total + (value if SCALE == SCALE_NONE else value * scale)
     else:
         for rank in tl.static_range(1, RANKS):
@@ -68,7 +72,7 @@ def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
                 value, scale = decode_tile(codes + apart * (rank * (16 // CODE_SIZE)),
                                            scales + apart * (rank * (16 // SCALE_SIZE)), zeros + apart * (rank * 16),
                                            levels, limit, left, ELEMENT, BITS, SCALE, GROUPS, BLOCK, WIDTH, MASKED,
-                                           EDGE, WORDS, FP8)  # fmt: skip
+                                           EDGE, WORDS, FP8, (BYTEWISE >> (rank % 8)) % 2 == 1)  # fmt: skip
                 if SCALE == SCALE_NONE:
                     total = total + value
                 elif FUSED:
@@ -86,7 +90,7 @@ def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
 @triton.jit(do_not_specialize=_COUNTS + _OFFSETS)
 def encode_kernel(codes, scales, out, x, first, second, cells, x_stride, row_bytes, numel, tiles,
                   first_tile, chunks, block, groups, last_size, codes_end, scales_at, zeros_at, end, step, top_scale,
-                  seed, slope, middle,
+                  seed, slope, middle, bend, reach,
                   ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr,
                   SIGNED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
                   CHUNKED: tl.constexpr, MASKED: tl.constexpr, ALIGN: tl.constexpr, EDGE: tl.constexpr,
@@ -105,7 +109,7 @@ def encode_kernel(codes, scales, out, x, first, second, cells, x_stride, row_byt
     codes_at = tl.multiple_of(start // 8 * BITS if BITS < 8 else start * (BITS // 8), ALIGN * BITS // 8)
     encode_tile(values, codes + (base + codes_at) // CODE_SIZE, scales + (base + scales_at) // SCALE_SIZE + group,
                 out + base + zeros_at + group, a, b, row, group, start, limit, groups - group, block, last_size, step,
-                top_scale, seed, cells, slope, middle, ELEMENT, BITS, SCALE, STOCHASTIC, SIGNED, GROUPS,
+                top_scale, seed, cells, slope, middle, bend, reach, ELEMENT, BITS, SCALE, STOCHASTIC, SIGNED, GROUPS,
                 BLOCK, WIDTH, MASKED, EDGE, False, FP8, CELLS, STEPS, SEARCHED, CHUNKED)  # fmt: skip
     if tile == 0:
         store_padding(out + base, codes_end, scales_at, end, row_bytes)
@@ -157,8 +161,8 @@ def decode_kernel(out, codes, scales, data, levels, own, out_stride, row_bytes, 
                   BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
                   ALIGN: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr,
                   CODE_SIZE: tl.constexpr, SCALE_SIZE: tl.constexpr, RANKS: tl.constexpr, OWN_RANK: tl.constexpr,
-                  DIVIDE: tl.constexpr, FUSED: tl.constexpr, OUTPUT: tl.constexpr, RAW: tl.constexpr,
-                  SINGLE: tl.constexpr):  # fmt: skip
+                  DIVIDE: tl.constexpr, FUSED: tl.constexpr, BYTEWISE: tl.constexpr, OUTPUT: tl.constexpr,
+                  RAW: tl.constexpr, SINGLE: tl.constexpr):  # fmt: skip
     """Row r of `out` from row r of `data`, or one row from the sum of `ranks` rows."""
     row, tile, group, start, limit = locate(
         tiles, first_tile, chunks, block, numel, GROUPS, BLOCK, WIDTH, CHUNKED, ALIGN, EDGE, SINGLE
@@ -168,7 +172,7 @@ def decode_kernel(out, codes, scales, data, levels, own, out_stride, row_bytes, 
     total = sum_ranks(codes + (base + codes_at) // CODE_SIZE, scales + (base + scales_at) // SCALE_SIZE + group,
                       data + base + zeros_at + group, levels, own + start, limit, groups - group, row_bytes, ranks,
                       divisor, ELEMENT, BITS, SCALE, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, FP8, RANKS, OWN_RANK,
-                      DIVIDE, FUSED, CODE_SIZE, SCALE_SIZE)  # fmt: skip
+                      DIVIDE, FUSED, CODE_SIZE, SCALE_SIZE, BYTEWISE)  # fmt: skip
     bits = to_output(total, OUTPUT, RAW)
     store_floats(out + row * out_stride + start, bits, limit, GROUPS, BLOCK, WIDTH, MASKED)
 
@@ -176,14 +180,14 @@ def decode_kernel(out, codes, scales, data, levels, own, out_stride, row_bytes, 
 @triton.jit(do_not_specialize=[*_COUNTS, *_OFFSETS, "ranks"])
 def reduce_kernel(to_codes, to_scales, out, codes, scales, data, levels, own, cells, row_bytes, stride,
                   numel, tiles, first_tile, block, groups, last_size, codes_end, scales_at, zeros_at, end, ranks,
-                  divisor, step, top_scale, seed, slope, middle,
+                  divisor, step, top_scale, seed, slope, middle, bend, reach,
                   ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr,
                   SIGNED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
                   MASKED: tl.constexpr, ALIGN: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr,
                   STORE_WORDS: tl.constexpr, FP8: tl.constexpr, CELLS: tl.constexpr, STEPS: tl.constexpr,
                   SEARCHED: tl.constexpr, CODE_SIZE: tl.constexpr, TO_SIZE: tl.constexpr,
                   SCALE_SIZE: tl.constexpr, RANKS: tl.constexpr, OWN_RANK: tl.constexpr, DIVIDE: tl.constexpr,
-                  FUSED: tl.constexpr):  # fmt: skip
+                  FUSED: tl.constexpr, BYTEWISE: tl.constexpr):  # fmt: skip
     """One row from the sum of `ranks` rows, for blocks that fit in a tile."""
     row, tile, group, start, limit = locate(
         tiles, first_tile, 1, block, numel, GROUPS, BLOCK, WIDTH, False, ALIGN, EDGE, True
@@ -192,7 +196,7 @@ def reduce_kernel(to_codes, to_scales, out, codes, scales, data, levels, own, ce
     total = sum_ranks(codes + codes_at // CODE_SIZE, scales + scales_at // SCALE_SIZE + group, data + zeros_at + group,
                       levels, own + start, limit, groups - group, stride, ranks, divisor, ELEMENT, BITS, SCALE, GROUPS,
                       BLOCK, WIDTH, MASKED, EDGE, WORDS, FP8, RANKS, OWN_RANK, DIVIDE, FUSED, CODE_SIZE,
-                      SCALE_SIZE)  # fmt: skip
+                      SCALE_SIZE, BYTEWISE)  # fmt: skip
     if ELEMENT == FP32:
         total = as_float(tl.where(total != total, NAN_BITS, as_bits(total)))
     if MASKED:
@@ -200,7 +204,7 @@ def reduce_kernel(to_codes, to_scales, out, codes, scales, data, levels, own, ce
         total = tl.where((real & (place < limit)).reshape([GROUPS, WIDTH]), total, 0.0)
     encode_tile(total, to_codes + codes_at // TO_SIZE, to_scales + scales_at // SCALE_SIZE + group,
                 out + zeros_at + group, 0, 0, row, group, start, limit, groups - group, block, last_size, step,
-                top_scale, seed, cells, slope, middle, ELEMENT, BITS, SCALE, STOCHASTIC, SIGNED, GROUPS,
+                top_scale, seed, cells, slope, middle, bend, reach, ELEMENT, BITS, SCALE, STOCHASTIC, SIGNED, GROUPS,
                 BLOCK, WIDTH, MASKED, EDGE, STORE_WORDS, FP8, CELLS, STEPS, SEARCHED, False)  # fmt: skip
     if tile == 0:
         store_padding(out, codes_end, scales_at, end, row_bytes)

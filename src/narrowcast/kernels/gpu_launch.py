@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.kernels import gpu_kernels, gpu_plan, reference
+from narrowcast.kernels import draws, gpu_kernels, gpu_plan
 from narrowcast.kernels.gpu_codes import INTERPRETED
 from narrowcast.kernels.gpu_plan import Cut, Tile, cut, launches, tile_for
 from narrowcast.kernels.gpu_tables import cells
@@ -253,15 +253,16 @@ def _format(format: Format, tiles: Cut, device: torch.device) -> dict[str, Any]:
 def _encoding(recipe: Recipe, seed: int, anything: Tensor) -> dict[str, Any]:
     format = recipe.format
     step, limit = scaling(format, recipe.peak)
-    found: dict[str, Any] = {"cells": anything, "slope": 0.0, "middle": 0.0, "CELLS": 0, "STEPS": 0, "SEARCHED": 0}
+    found: dict[str, Any] = {"cells": anything, "slope": 0.0, "middle": 0.0, "bend": 0.0, "reach": 0.0}
+    found |= {"CELLS": 0, "STEPS": 0, "SEARCHED": 0}
     if recipe.table is not None:
-        entries, count, searched, slope, middle, steps, _, _ = cells(recipe.table)
-        found = {"cells": entries, "slope": slope, "middle": middle}
-        found |= {"CELLS": count, "STEPS": steps, "SEARCHED": searched}
+        its = cells(recipe.table)
+        found = {"cells": its.entries, "slope": its.slope, "middle": its.middle, "bend": its.bend, "reach": its.reach}
+        found |= {"CELLS": its.size, "STEPS": its.steps, "SEARCHED": its.searched}
     return found | {
         "step": step,
         "top_scale": limit,
-        "seed": int(reference.mix64(torch.tensor(seed))) if format.stochastic else 0,
+        "seed": int(draws.mix64(torch.tensor(seed))) if format.stochastic else 0,
         "STOCHASTIC": bool(format.stochastic),
         "SIGNED": format.signed_scale,
     }
@@ -285,11 +286,13 @@ def _summing(
     # One multiplication by a power of two rounds like the division.
     factor = 1.0 / divisor if divide == "multiply" else float(divisor)
     mine = data if own is None else own.contiguous()
+    fused = format.scale != Scale.FP32 and _whole_codes(recipe)
+    bytewise = fused and words and format.bits == 4 and (recipe.table is None or cells(recipe.table).small)
     return {
         "codes": _seen(data, code_size),
         "scales": _seen(data, _scale_size(format)),
         "data": data,
-        "levels": data if recipe.table is None else recipe.table.view(torch.int32),
+        "levels": data if recipe.table is None else cells(recipe.table).levels,
         "own": mine.view(torch.int16) if mine.dtype == torch.bfloat16 else mine,
         "row_bytes": stride,
         "ranks": ranks,
@@ -299,7 +302,8 @@ def _summing(
         "RANKS": ranks if ranks <= UNROLLED else 0,
         "OWN_RANK": own_rank,
         "DIVIDE": divide,
-        "FUSED": format.scale != Scale.FP32 and _whole_codes(recipe),
+        "FUSED": fused,
+        "BYTEWISE": gpu_plan.BYTEWISE.get(format.element, 0) if bytewise else 0,
     }
 
 

@@ -1,6 +1,7 @@
-"""How a GPU finds the level nearest to a number: a table cut into cells.
+"""How a GPU finds the level nearest to a number.
 
-A cell is `round(clamp(y * slope + middle, 0, cells - 1))` in fp32: a function that never falls as y grows. So
+Where levels follow a simple curve, the curve says the code within one, and a lookup and a comparison settle it: see
+`fit`. Other tables are cut into cells. A cell is `round(clamp(y * slope + middle, 0, cells - 1))` in fp32: a function that never falls as y grows. So
 thresholds in earlier cells lie below y, those in later cells do not, and only those in y's own need a comparison.
 Laid out so that no cell holds more than one threshold, a lookup and a comparison find any code, exactly.
 """
@@ -20,6 +21,10 @@ REACH = 1.02
 """Scales are rounded up, so scaled elements hardly exceed the largest level: by 0.8% at most, unless the scale was cut
 at its format's limit far below what it should be, which bf16 and fp32 have no need of.
 """
+HELD = 32
+"""Tables up to this size are held by the lanes of a warp."""
+ROOM = 0.1
+"""How far a curve must stay from where its guess would be wrong: far more than fp32 can err."""
 REMEMBERED = 256
 
 
@@ -27,7 +32,7 @@ class Cells(NamedTuple):
     """A table of levels as kernels search it."""
 
     entries: Tensor
-    """int32: for each cell how many thresholds lie in the cells before; then, as bits of fp32, the threshold in each
+    """int32: where a curve guesses (`steps` is 0), all thresholds. Else for each cell how many thresholds lie in the cells before; then, as bits of fp32, the threshold in each
     cell where there is at most one (`steps` is 1), or else all thresholds, with infinities behind the last.
     """
     size: int
@@ -35,8 +40,14 @@ class Cells(NamedTuple):
     """Thresholds listed, a power of two, where cells hold several."""
     slope: float
     middle: float
+    bend: float
+    reach: float
     steps: int
     """Halvings that settle a cell: it holds at most 2**steps - 1 thresholds."""
+    levels: Tensor
+    """int32: the levels as bits of fp32; where they are small, then one byte each, 64 larger."""
+    small: bool
+    """Whether the levels are sixteen whole numbers of at most 6 bits."""
     whole: bool
     """Whether the levels are whole numbers of at most 13 bits, whose product with a 16-bit scale is exact."""
     table: Tensor
@@ -59,10 +70,63 @@ def cells(table: Tensor) -> Cells:
 
 
 def lay_out(table: Tensor) -> Cells:
-    thresholds = table[1].cpu()
-    thresholds = thresholds[thresholds.isfinite()]
-    levels = table[0].cpu()
-    reach = REACH * float(levels[levels.isfinite()].abs().max())
+    every = table.cpu()
+    levels, thresholds = every[0], every[1]
+    finite, thresholds = levels[levels.isfinite()], thresholds[thresholds.isfinite()]
+    whole = bool((finite == finite.round()).all()) and float(finite.abs().max()) < 2**13
+    small = whole and len(levels) == 16 and float(finite.abs().max()) < 64
+    bits = levels.contiguous().view(torch.int32)
+    if small:
+        octets = torch.where(levels.isfinite(), levels + 64, 64.0).to(torch.uint8)
+        bits = torch.cat([bits, octets.view(torch.int32)])
+    reach = to_float32(REACH * float(finite.abs().max()))
+    curve = fit(thresholds.double(), reach, table.shape[1]) if table.shape[1] <= HELD else None
+    if curve is not None:
+        entries, count, steps, searched = every[1].contiguous(), table.shape[1], 0, 0
+        bend, slope, middle = curve
+    else:
+        bend = 0.0
+        entries, count, steps, searched, slope, middle = cut(thresholds, reach, table.shape[1])
+    entries = entries.view(torch.int32).to(table.device)
+    bits = bits.to(table.device)
+    return Cells(entries, count, searched, slope, middle, bend, reach, steps, bits, small, whole, table)
+
+
+# -- a curve ----------------------------------------------------------------------------------------------------------
+
+
+def fit(thresholds: Tensor, reach: float, count: int) -> tuple[float, float, float] | None:
+    """(bend, slope, middle) such that round((bend * |y| + slope) * y + middle) is the code of y or one less.
+
+    None where no such curve leaves `ROOM`. Wherever a threshold lies, both its sides must get the same guess, so the
+    curve should pass each at its number: least squares, again and again, with more weight where it misses by more.
+    """
+    ends = torch.tensor([reach], dtype=torch.float64)
+    x = torch.cat([-ends, thresholds, ends])
+    last = len(thresholds) - 1
+    aims = torch.arange(-1, last + 2, dtype=torch.float64).clamp(0, last)
+    powers = torch.stack([x * x.abs(), x, torch.ones_like(x)], 1)
+    weights = torch.ones_like(x)
+    curve = torch.zeros(3, dtype=torch.float64)
+    for _ in range(60):
+        curve = torch.linalg.lstsq(powers * weights[:, None], (aims * weights)[:, None]).solution[:, 0]
+        weights = weights * ((powers @ curve - aims).abs() + 1e-3).sqrt()
+        weights = weights / weights.max()
+    bend, slope, middle = (to_float32(float(part)) for part in curve)
+    for code in range(last + 2):
+        y = torch.linspace(float(x[code]), float(x[code + 1]), 1001, dtype=torch.float64)
+        guess = (bend * y.abs() + slope) * y + middle
+        lowest, highest = max(code - 1, 0) - 0.5, min(code, count - 1) + 0.5
+        if not (guess.min() > lowest + ROOM and guess.max() < highest - ROOM):
+            return None
+    return bend, slope, middle
+
+
+# -- cells ------------------------------------------------------------------------------------------------------------
+
+
+def cut(thresholds: Tensor, reach: float, size: int) -> tuple[Tensor, int, int, int, float, float]:
+    """Entries, cells, steps, thresholds listed, slope and middle."""
     count = 32
     while True:
         slope, middle = line(reach, count)
@@ -77,12 +141,10 @@ def lay_out(table: Tensor) -> Cells:
         listed = torch.full((count,), torch.inf)
         listed[owner] = thresholds
     else:
-        listed = torch.full((2 * table.shape[1],), torch.inf)
+        listed = torch.full((2 * size,), torch.inf)
         listed[: len(thresholds)] = thresholds
-    entries = torch.cat([before.int(), listed.view(torch.int32)]).to(table.device)
-    finite = levels[levels.isfinite()]
-    whole = bool((finite == finite.round()).all()) and float(finite.abs().max()) < 2**13
-    return Cells(entries, count, len(listed), slope, middle, steps, whole, table)
+    entries = torch.cat([before.int(), listed.view(torch.int32)])
+    return entries, count, steps, len(listed), slope, middle
 
 
 def line(reach: float, count: int) -> tuple[float, float]:

@@ -4,8 +4,8 @@ A program works on one tile: GROUPS blocks of BLOCK elements, each padded to WID
 for that are taken in chunks of WIDTH elements (CHUNKED). `limit` counts the tile's elements that exist; where
 MASKED is false they all do, and no mask costs anything.
 
-Codes narrower than a byte are packed in registers: neighbours lie in the same thread, so that pairs join and split
-without leaving it. Aligned tiles move as 32-bit words, others as bytes.
+Codes narrower than a byte are packed in registers: neighbours lie in the same thread, so that pairs join without
+leaving it. Aligned tiles move as 32-bit words, others as bytes. gpu_words.py has the way back.
 """
 
 # Triton reads annotations: no `from __future__ import annotations` here. Its language is not one that mypy knows.
@@ -25,15 +25,13 @@ from narrowcast.kernels.gpu_codes import (
     as_float,
     cast_bits,
     cast_value,
-    count_below,
-    insert,
-    lookup,
     mix64,
     quantize,
     reciprocal,
     to_float32,
     uniform,
 )
+from narrowcast.kernels.gpu_levels import count_below, count_near, lookup
 from narrowcast.kernels.gpu_scales import (
     SCALE_BF16,
     SCALE_FP32,
@@ -44,6 +42,7 @@ from narrowcast.kernels.gpu_scales import (
     scale_value,
     zero_points,
 )
+from narrowcast.kernels.gpu_words import load_bytewise, load_codes, load_whole, places
 
 
 @triton.jit
@@ -86,19 +85,6 @@ def locate(
 
 
 @triton.jit
-def places(COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Where COUNT things lie that come in blocks of BLOCK, padded to WIDTH; and which are no padding."""
-    index = tl.arange(0, COUNT)
-    if WIDTH == BLOCK:
-        place = index
-        real = index >= 0
-    else:
-        place = index // WIDTH * BLOCK + index % WIDTH
-        real = index % WIDTH < BLOCK
-    return place, real
-
-
-@triton.jit
 def load_floats(
     x,
     limit,
@@ -130,51 +116,6 @@ def store_floats(
 
 
 # -- codes <-> bytes ------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def load_units(ptr, limit, SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-               MASKED: tl.constexpr, EDGE: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
-    """The tile's codes in units of SIZE codes each, STRIDE pointer steps apart."""
-    place, real = places(GROUPS * WIDTH // SIZE, WIDTH // SIZE, BLOCK // SIZE)
-    if MASKED:
-        count = (limit + (SIZE - 1)) // SIZE
-        if EDGE % SIZE == 0:
-            count = tl.multiple_of(count, EDGE // SIZE)
-        units = tl.load(ptr + place * STRIDE, mask=real & (place < count), other=0)
-    else:
-        units = tl.load(ptr + place * STRIDE)
-    return units
-
-
-@triton.jit
-def load_codes(ptr, limit, BITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-               MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr, CLEAN: tl.constexpr):  # fmt: skip
-    """The tile's codes as integers [GROUPS, WIDTH]; those of 16 and 32 bits as they lie in memory.
-
-    Where CLEAN is false, the bits above a code are left as they come.
-    """
-    if BITS == 16 or BITS == 32:
-        codes = load_units(ptr, limit, 1, GROUPS, BLOCK, WIDTH, MASKED, EDGE, 1)
-    elif BITS & (BITS - 1) == 0:
-        held: tl.constexpr = 32 if WORDS else 8
-        codes = load_units(ptr, limit, held // BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, 1).to(tl.int32)
-        for level in tl.static_range(5):
-            if (16 >> level) >= BITS and (16 >> level) < held:
-                codes = tl.join(codes, codes >> (16 >> level))
-        if CLEAN:
-            codes = codes & ((1 << BITS) - 1)
-    else:
-        # Eight codes in BITS bytes.
-        kind = tl.int32 if BITS == 3 else tl.int64
-        codes = load_units(ptr, limit, 8, GROUPS, BLOCK, WIDTH, MASKED, EDGE, BITS).to(kind)
-        for byte in tl.static_range(1, BITS):
-            more = load_units(ptr + byte, limit, 8, GROUPS, BLOCK, WIDTH, MASKED, EDGE, BITS).to(kind)
-            codes = codes | (more << (8 * byte))
-        codes = tl.join(codes, codes >> (4 * BITS))
-        codes = tl.join(codes, codes >> (2 * BITS))
-        codes = (tl.join(codes, codes >> BITS) & ((1 << BITS) - 1)).to(tl.int32)
-    return codes.reshape([GROUPS, WIDTH])
 
 
 @triton.jit
@@ -222,65 +163,14 @@ def store_codes(ptr, codes, limit, BITS: tl.constexpr, GROUPS: tl.constexpr, BLO
         tl.store(ptr + place, codes)
 
 
-@triton.jit
-def field(word, offset, AT: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr):
-    """The BITS bits of `word` from bit AT on as an fp32 number, two's complement if HALF is set, less `offset`.
-
-    Under the exponent of 2**(23 - AT) the field's lowest bit weighs 1; taking that power away leaves the number.
-    """
-    shifted = insert(word, ((1 << BITS) - 1) << AT, ((150 - AT) << 23) ^ (HALF << AT))
-    return as_float(shifted) - ((1 << (23 - AT)) + HALF + offset).to(tl.float32)
-
-
-@triton.jit
-def join_eight(a, b, c, d, e, f, g, h):
-    """Eight neighbours from eight tensors, along three new dimensions."""
-    even = tl.join(tl.join(a, e), tl.join(c, g))
-    return tl.join(even, tl.join(tl.join(b, f), tl.join(d, h)))
-
-
-@triton.jit
-def load_whole(ptr, zeros, limit, BITS: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-               WIDTH: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
-    """INT codes (HALF set) or AFFINE codes less their zero point, as fp32 whole numbers [GROUPS, WIDTH]."""
-    if WORDS and BITS > 1:
-        words = load_units(ptr, limit, 32 // BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, 1)
-        words = words.reshape([GROUPS, WIDTH * BITS // 32])
-        offset = zeros[:, None].to(tl.int32)
-        if BITS == 8:
-            even = tl.join(field(words, offset, 0, 8, HALF), field(words >> 16, offset, 0, 8, HALF))
-            odd = tl.join(field(words, offset, 8, 8, HALF), field(words >> 16, offset, 8, 8, HALF))
-            whole = tl.join(even, odd)
-        elif BITS == 4:
-            # Five fields lie where a mantissa does; the others are brought there.
-            rest = words >> 20
-            whole = join_eight(
-                field(words, offset, 0, 4, HALF), field(words, offset, 4, 4, HALF),
-                field(words, offset, 8, 4, HALF), field(words, offset, 12, 4, HALF),
-                field(words, offset, 16, 4, HALF), field(rest, offset, 0, 4, HALF),
-                field(rest, offset, 4, 4, HALF), field(rest, offset, 8, 4, HALF))  # fmt: skip
-        else:
-            words = tl.join(words, words >> 16)
-            offset = zeros[:, None, None].to(tl.int32)
-            whole = join_eight(
-                field(words, offset, 0, 2, HALF), field(words, offset, 2, 2, HALF),
-                field(words, offset, 4, 2, HALF), field(words, offset, 6, 2, HALF),
-                field(words, offset, 8, 2, HALF), field(words, offset, 10, 2, HALF),
-                field(words, offset, 12, 2, HALF), field(words, offset, 14, 2, HALF))  # fmt: skip
-        whole = whole.reshape([GROUPS, WIDTH])
-    else:
-        codes = load_codes(ptr, limit, BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, True)
-        whole = as_float(codes ^ (0x4B000000 | HALF)) - (8388608 + HALF + zeros[:, None]).to(tl.float32)
-    return whole
-
-
 # -- tiles ------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def decode_tile(codes, scales, zeros, levels, limit, left, ELEMENT: tl.constexpr, BITS: tl.constexpr,
                 SCALE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-                MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
+                MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr,
+                BYTEWISE: tl.constexpr):  # fmt: skip
     """The tile whose codes, scales and zero points start at these pointers, as two factors of fp32 values."""
     if SCALE == SCALE_NONE:
         code = load_codes(codes, limit, BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, True)
@@ -293,7 +183,11 @@ def decode_tile(codes, scales, zeros, levels, limit, left, ELEMENT: tl.constexpr
         else:
             stored = tl.load(scales + group)
         scale = scale_value(stored, SCALE)[:, None]
-        if ELEMENT == AFFINE:
+        if BYTEWISE:
+            value = load_bytewise(codes, levels + (1 << BITS), limit, ELEMENT, GROUPS, BLOCK, WIDTH, MASKED, EDGE)
+            if ELEMENT == INT:
+                scale = scale * 0.0625
+        elif ELEMENT == AFFINE:
             zero = tl.load(zeros + group, mask=group < left, other=0).to(tl.int32)
             value = load_whole(codes, zero, limit, BITS, 0, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS)
         elif ELEMENT == INT:
@@ -313,7 +207,7 @@ def decode_tile(codes, scales, zeros, levels, limit, left, ELEMENT: tl.constexpr
 
 @triton.jit
 def encode_tile(x, codes, scales, zeros, first, second, row, group, start, limit, left, block, last_size, step,
-                top_scale, seed, cells, slope, middle,
+                top_scale, seed, cells, slope, middle, bend, reach,
                 ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr,
                 SIGNED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
                 MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr,
@@ -329,7 +223,10 @@ def encode_tile(x, codes, scales, zeros, first, second, row, group, start, limit
         sizes = tl.where(index == left - 1, last_size, block)
         scale, finite = choose_scale(first, second, sizes, step, top_scale, ELEMENT, SCALE, SIGNED)
         inverse = reciprocal(scale)
-        tl.store(scales + index, scale_bits(scale, finite, SCALE), mask=index < left)
+        if MASKED:
+            tl.store(scales + index, scale_bits(scale, finite, SCALE), mask=index < left)
+        else:
+            tl.store(scales + index, scale_bits(scale, finite, SCALE))
         # A scale that is only ever cut by a rounding error leaves |y| that close to the largest code or level.
         close: tl.constexpr = SCALE == SCALE_FP32 or SCALE == SCALE_BF16
         nothing: tl.constexpr = (1 << (BITS - 1)) if ELEMENT == INT else 0
@@ -338,7 +235,10 @@ def encode_tile(x, codes, scales, zeros, first, second, row, group, start, limit
         else:
             y = x * inverse[:, None]
             if ELEMENT == LEVELS:
-                code = count_below(y, cells, slope, middle, CELLS, STEPS, SEARCHED, close)
+                if STEPS == 0:
+                    code = count_near(y, cells, bend, slope, middle, reach, CELLS, close)
+                else:
+                    code = count_below(y, cells, slope, middle, CELLS, STEPS, SEARCHED, close)
             elif ELEMENT == E4M3 or ELEMENT == E5M2:
                 code = cast_bits(y, ELEMENT, FP8)
             else:

@@ -1,7 +1,7 @@
 """The compiled CPU core, through ctypes.
 
-One shared library serves every Python and every torch: it knows pointers, strides and a `Spec`, not tensors. ctypes lets
-go of the GIL during a call. The instruction set (avx512, avx2, plain) is chosen when the library is loaded.
+One shared library serves every Python and every torch: it knows pointers, strides and a `Spec`, not tensors. ctypes
+lets go of the GIL during a call. The instruction set (avx512, avx2, plain) is chosen when the library is loaded.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -89,7 +89,7 @@ class Reference:
         out.copy_(reference.reduce(data, numel, recipe, own, own_rank, divisor, seed))
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel_for(device_type: str) -> Kernel:
     """The kernel that runs on this kind of device, loaded on first use."""
     wanted = os.environ.get("NARROWCAST_KERNEL", "")
@@ -118,9 +118,7 @@ def kernel_for(device_type: str) -> Kernel:
 # -- implementations: the operators that write into `out` call the kernel, the others allocate first --------------
 
 
-def _encode_(
-    out: Tensor, rows: Tensor, format: Sequence[int], peak: float, table: Tensor | None, seed: int
-) -> None:
+def _encode_(out: Tensor, rows: Tensor, format: Sequence[int], peak: float, table: Tensor | None, seed: int) -> None:
     kernel_for(rows.device.type).encode(out, rows, Recipe(Format(*format), peak, table), seed)
 
 
@@ -208,7 +206,7 @@ def _writes_out(*arguments: object) -> None:
 
 _RECIPE = "int[] format, float peak, Tensor? table"
 _SUM = "Tensor? own, int own_rank, int divisor"
-_library = Library("narrowcast", "DEF")
+_library = Library("narrowcast", "DEF")  # type: ignore[no-untyped-call]
 for _name, _schema, _implementation, _fake in (
     ("encode", f"(Tensor rows, {_RECIPE}, int seed) -> Tensor", _encode, _encode_shape),
     ("encode_", f"(Tensor(a!) out, Tensor rows, {_RECIPE}, int seed) -> ()", _encode_, _writes_out),
@@ -229,12 +227,12 @@ for _name, _schema, _implementation, _fake in (
         _writes_out,
     ),
 ):
-    _library.define(_name + _schema)
-    _library.impl(_name, _implementation, "CPU")
-    _library.impl(_name, _implementation, "CUDA")
+    _library.define(_name + _schema)  # type: ignore[no-untyped-call]
+    _library.impl(_name, _implementation, "CPU")  # type: ignore[no-untyped-call]
+    _library.impl(_name, _implementation, "CUDA")  # type: ignore[no-untyped-call]
     register_fake(f"narrowcast::{_name}", _fake, lib=_library)
 
-# -- the front: what codecs call -----------------------------------------------------------------------------------------
+# -- the front: what codecs call -------------------------------------------------------------------------------------
 
 
 def encode(rows: Tensor, recipe: Recipe, seed: int) -> Tensor:
@@ -285,9 +283,7 @@ def decode_sum(
     )
 
 
-def decode_sum_(
-    out: Tensor, data: Tensor, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
-) -> None:
+def decode_sum_(out: Tensor, data: Tensor, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int) -> None:
     torch.ops.narrowcast.decode_sum_(out, data, *recipe, own, own_rank, divisor)
 
 
@@ -320,7 +316,7 @@ def _unwatched(tensor: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
-        and not torch.autograd._profiler_enabled()
+        and not torch._C._autograd._profiler_enabled()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and tensor.device.type != "meta"

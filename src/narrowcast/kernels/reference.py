@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from narrowcast.kernels.casts import NAN, cast_bits, cast_output, cast_value, to_float32
-from narrowcast.kernels.draws import mix64, uniform  # noqa: F401
+from narrowcast.kernels.draws import uniform
 from narrowcast.kernels.layout import FLT_MAX, FLT_MIN, Element, Format, Recipe, Scale, layout, scaling
 
 LEAF = 64
@@ -195,9 +195,7 @@ def group_sizes(numel: int, group_size: int, groups: int, device: torch.device) 
 # -- codes -----------------------------------------------------------------------------------------------------
 
 
-def quantize(
-    blocks: Tensor, scale: Tensor, zeros: Tensor, recipe: Recipe, draws: Tensor | None
-) -> Tensor:
+def quantize(blocks: Tensor, scale: Tensor, zeros: Tensor, recipe: Recipe, draws: Tensor | None) -> Tensor:
     """The code of every element, as an integer tensor; only the low `bits` bits count."""
     format, table = recipe.format, recipe.table
     if format.element == Element.SIGN:
@@ -269,14 +267,15 @@ def unpack(data: Tensor, n: int, bits: int) -> Tensor:
     data = pad(data, (0, groups * bits - data.shape[1])).view(rows, groups, bits).long()
     steps = torch.arange(8, device=data.device)
     words = (data << (steps[:bits] * 8)).sum(-1, keepdim=True)
-    codes = (words >> (steps * bits)) & (2**bits - 1)
+    codes: Tensor = (words >> (steps * bits)) & (2**bits - 1)
     return codes.view(rows, -1)[:, :n]
 
 
 def extreme_is_negative(blocks: Tensor) -> Tensor:
     """Whether the element of largest magnitude is negative; of equals, a negative one counts."""
     bits = blocks.contiguous().view(torch.int32)
-    return ((magnitude_bits(blocks).long() << 1) | (bits < 0)).amax(-1) % 2 == 1
+    keys: Tensor = ((magnitude_bits(blocks).long() << 1) | (bits < 0)).amax(-1)
+    return keys % 2 == 1
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
