@@ -8,7 +8,18 @@ No result depends on the order of a reduction: maxima are of integers, and the o
 import triton
 import triton.language as tl
 
-from narrowcast.kernels.gpu_codes import AFFINE, INF_BITS, NAN_BITS, SIGN, WHOLE, WHOLE_BITS, as_bits, as_float
+from narrowcast.kernels.gpu_codes import (
+    AFFINE,
+    INF_BITS,
+    INT,
+    NAN_BITS,
+    NATIVE,
+    SIGN,
+    WHOLE,
+    WHOLE_BITS,
+    as_bits,
+    as_float,
+)
 from narrowcast.kernels.layout import Scale
 
 SCALE_NONE, SCALE_FP32 = tl.constexpr(Scale.NONE.value), tl.constexpr(Scale.FP32.value)
@@ -16,6 +27,11 @@ SCALE_BF16, SCALE_FP16 = tl.constexpr(Scale.BF16.value), tl.constexpr(Scale.FP16
 SCALE_E8M0 = tl.constexpr(Scale.E8M0.value)
 
 FLT_MIN = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -35,6 +51,10 @@ def measure(x, ELEMENT: tl.constexpr, WIDTH: tl.constexpr):
         bits = as_bits(x)
         order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         first, second = tl.max(order, 1), tl.min(order, 1)
+    elif ELEMENT != INT and NATIVE:
+        # Only INT asks for the sign. The instruction takes magnitudes for nothing, and keeps a NaN.
+        first = as_bits(tl.reduce(tl.abs(x), 1, larger)) << 1
+        second = first
     else:
         # The largest magnitude is that of the largest bits, read either without a sign (then a negative one is found if
         # there is any) or with one (then a positive one). That spares the rotation of every element.
@@ -133,6 +153,20 @@ def scale_bits(scale, finite, SCALE: tl.constexpr):
         stored = (bits >> 23).to(tl.uint8)
     else:
         stored = bits
+    return stored
+
+
+@triton.jit
+def load_scales(at):
+    """What lies at these addresses. The compiler would take a `tl.load` of as many scales as there are threads through
+    shared memory, so that no thread loads twice; here each loads what it needs.
+    """
+    if NATIVE and at.dtype.element_ty == tl.int16:
+        stored = tl.inline_asm_elementwise(
+            "ld.global.b16 $0, [$1];", "=h,l", [at.to(tl.int64)], dtype=tl.int16, is_pure=True, pack=1
+        )
+    else:
+        stored = tl.load(at)
     return stored
 
 

@@ -37,6 +37,7 @@ from narrowcast.kernels.gpu_scales import (
     SCALE_FP32,
     SCALE_NONE,
     choose_scale,
+    load_scales,
     measure,
     scale_bits,
     scale_value,
@@ -181,12 +182,11 @@ def decode_tile(codes, scales, zeros, levels, limit, left, ELEMENT: tl.constexpr
         if MASKED:
             stored = tl.load(scales + group, mask=group < left, other=0)
         else:
-            stored = tl.load(scales + group)
+            stored = load_scales(scales + group)
         scale = scale_value(stored, SCALE)[:, None]
         if BYTEWISE:
             value = load_bytewise(codes, levels + (1 << BITS), limit, ELEMENT, GROUPS, BLOCK, WIDTH, MASKED, EDGE)
-            if ELEMENT == INT:
-                scale = scale * 0.0625
+            scale = scale * (0.0625 if ELEMENT == INT else 0.5)
         elif ELEMENT == AFFINE:
             zero = tl.load(zeros + group, mask=group < left, other=0).to(tl.int32)
             value = load_whole(codes, zero, limit, BITS, 0, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS)

@@ -173,25 +173,28 @@ def select_bytes(low, high, selector):
 
 @triton.jit
 def level_bytes(codes, levels):
-    """The levels of a word's four lowest codes, as signed bytes; `levels` points to sixteen, each 64 larger."""
+    """Twice the levels of a word's four lowest codes, as signed bytes; `levels` points to sixteen bytes.
+
+    They are, for codes below 8, levels of 7 bits, two's complement, and for the others twice the level.
+    """
     if NATIVE:
         # A code from 8 on picks a sign out of the low half, which is zero, and so does one below 8 out of the high half.
         low = select_bytes(tl.load(levels), tl.load(levels + 1), codes)
         high = select_bytes(tl.load(levels + 2), tl.load(levels + 3), codes ^ 0x8888)
-        found = (low + high + 0x40404040) ^ -0x7F7F7F80
+        found = (low << 1) + high
     else:
         found = tl.zeros_like(codes)
         for place in tl.static_range(4):
             code = (codes >> (4 * place)) & 15
-            level = (tl.load(levels + (code >> 2)) >> ((code & 3) * 8)) & 0xFF
-            found = found | (((level - 64) & 0xFF) << (8 * place))
+            level = (tl.load(levels + (code >> 2)) >> ((code & 3) * 8)) & 0x7F
+            found = found | ((level << (code < 8).to(tl.int32)) << (8 * place))
     return found
 
 
 @triton.jit
 def load_bytewise(ptr, levels, limit, ELEMENT: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
                   WIDTH: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
-    """Codes of 4 bits as fp32 numbers [GROUPS, WIDTH], a byte at a time: 16 times an INT, or a small whole level.
+    """Codes of 4 bits as fp32 numbers [GROUPS, WIDTH], a byte at a time: 16 times an INT, or twice a small level.
 
     Slower than other ways on its own, since conversions run at an eighth of the rate; but it takes fewer instructions,
     of a kind that nothing else here uses. So a sum over ranks does some of its ranks this way: see `gpu_plan.BYTEWISE`.

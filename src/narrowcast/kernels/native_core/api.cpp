@@ -15,7 +15,7 @@
 namespace {
 using namespace nc;
 
-const Kernels* kernels(int32_t isa) {
+const Kernels* kernels([[maybe_unused]] int32_t isa) {
 #if defined(__x86_64__)
     if (isa == 2) return &kernels_avx512;
     if (isa == 1) return &kernels_avx2;
