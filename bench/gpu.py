@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python3 bench/gpu.py             checks, then times every codec on 1 GiB of fp32
     PYTHONPATH=src python3 bench/gpu.py --sweep     tries tiles of other sizes for the codecs that have a target
+    PYTHONPATH=src python3 bench/gpu.py --variants  times the reduction of 4-bit codes in other ways, and checks each
     ... --only int4,nf4   --skip-check   --json PATH (default: $OUT/gpu.json where OUT is set)
 
 Shares are of a device-to-device copy in the same run, both counted as bytes read plus bytes written. The target is 90%
@@ -355,6 +356,57 @@ def sweep(names: list[str], x: Tensor, copy: float) -> dict[str, Any]:
     return tried
 
 
+# -- other ways to sum 4-bit codes ------------------------------------------------------------------------------------
+
+WAYS = {
+    "int4": (0, 0b00010000, 0b01000100, 0b01010100, 0b10101010),
+    "apot4": (0, 0b00010000, 0b01000100, 0b01010100),
+    "nf4": (0,),
+    "int2": (0,),
+}
+"""What `gpu_plan.BYTEWISE` may be."""
+WAY_TILES = ((2048, 1), (2048, 2), (4096, 2), (4096, 4), (8192, 4), (8192, 8))
+
+
+def set_way(tile: tuple[int, int], mask: int) -> None:
+    from narrowcast.kernels import gpu_plan
+
+    gpu_plan.TILES["reduce", 4] = gpu_plan.Tile(*tile)
+    gpu_plan.BYTEWISE.update(dict.fromkeys(gpu_plan.BYTEWISE, mask))
+
+
+def reduces_right(name: str, tile: tuple[int, int], mask: int) -> bool:
+    """In a worker: compiles the reduction, and compares one of full tiles with the reference."""
+    torch.set_num_threads(1)
+    set_way(tile, mask)
+    codec, numel = nc.codec(name), 1 << 18
+    rows = torch.stack([every_kind(numel // 4, rank)[:4].reshape(-1) for rank in range(RANKS)])
+    here = codec._recipe(torch.device("cpu"))
+    data = reference.encode(rows, here, 0)
+    out = torch.full((data.shape[1],), 0xA5, dtype=torch.uint8, device="cuda")
+    kernel().reduce(out, data.cuda(), numel, codec._recipe(torch.device("cuda")), None, 0, 1, 0)
+    return same(out.cpu(), reference.reduce(data, numel, here, None, 0, 1, 0))
+
+
+def variants(names: list[str], x: Tensor, copy: float) -> dict[str, Any]:
+    tried: dict[str, Any] = {"failed": []}
+    ways = [(name, tile, mask) for name in names for mask in WAYS.get(name, (0,)) for tile in WAY_TILES]
+    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = {way: pool.submit(reduces_right, *way) for way in ways}
+        for way, job in jobs.items():
+            if job.exception() is not None or not job.result():
+                tried["failed"].append(f"{way}: {last_lines(job.exception()) if job.exception() else 'other bits'}")
+    for name, tile, mask in ways:
+        set_way(tile, mask)
+        run, moved = operations(nc.codec(name), x)["reduce"]
+        share = moved / milliseconds(run, 9) / 1e9 / copy
+        tried.setdefault(name, {})[f"{mask:08b} {tile[0]}/{tile[1]}"] = round(share, 4)
+    for name in names:
+        ranked = sorted(tried.get(name, {}).items(), key=lambda pair: -pair[1])
+        print(name, *(f"  {way}: {share:.1%}" for way, share in ranked), sep="\n", flush=True)
+    return tried
+
+
 # -- the whole -------------------------------------------------------------------------------------------------------
 
 
@@ -374,6 +426,7 @@ def table(results: dict[str, Any], copy: float) -> None:
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--sweep", action="store_true")
+    options.add_argument("--variants", action="store_true")
     options.add_argument("--only", default="")
     options.add_argument("--skip-check", action="store_true")
     options.add_argument("--check-limit", type=float, default=200.0)
@@ -392,7 +445,7 @@ def main() -> int:
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, seed {seed}"
     print(machine, flush=True)
     results: dict[str, Any] = {"machine": machine, "codecs": {}, "rivals": {}, "failed": []}
-    if not (given.skip_check or given.sweep):
+    if not (given.skip_check or given.sweep or given.variants):
         names = only or list(dict.fromkeys((*nc.list_codecs(), *OTHERS, *VARIANTS, *TABLES)))
         began = time.time()
         passed, failed = check(names, seed, given.check_limit)
@@ -404,6 +457,10 @@ def main() -> int:
     copy = results["copy"] = copy_speed(x)
     if given.sweep:
         results["sweep"] = sweep(only or list(TARGETS), x, copy)
+    elif given.variants:
+        results["variants"] = variants(only or list(WAYS), x, copy)
+        results["failed"] = results["variants"]["failed"]
+        print("\n".join(results["failed"]) or "all bits agree")
     else:
         for name in only or (*TARGETS, *OTHERS):
             try:

@@ -19,6 +19,7 @@ import narrowcast as nc
 from cases import CODECS, DTYPES, FLT_MAX, mixed, same_bits
 from narrowcast.codecs import Levels
 from narrowcast.kernels import draws, gpu, reference
+from narrowcast.kernels.draws import WORD
 from narrowcast.kernels.layout import Recipe, layout
 from narrowcast.kernels.ops import Kernel
 
@@ -345,10 +346,10 @@ def test_draws_go_on_beyond_four_billion_elements() -> None:
 def reference_draw(row_key: Tensor, index: Tensor) -> Tensor:
     """`reference.uniform` of one element, at an index that no test has the memory to reach."""
     key = draws.mix64(row_key + (index >> 32))
-    x = (index & reference.WORD) ^ (key & reference.WORD)
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & reference.WORD
-    x = x ^ ((key >> 32) & reference.WORD)
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & reference.WORD
+    x = (index & WORD) ^ (key & WORD)
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & WORD
+    x = x ^ ((key >> 32) & WORD)
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & WORD
     x = x ^ (x >> 16)
     return (x >> 8).float() * 2.0**-24
 

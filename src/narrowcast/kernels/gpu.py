@@ -1,9 +1,13 @@
 """Triton on CUDA; loaded on first use, so that importing narrowcast never imports Triton.
 
     gpu_codes    numbers and their codes, in registers
+    gpu_levels   tables of levels, in registers
+    gpu_words    codes out of the words that hold them
+    gpu_scales   a block's statistics and its scale
     gpu_tiles    tiles of a row between memory and registers
     gpu_kernels  the kernels
     gpu_tables   how a table of levels is searched
+    gpu_plan     how a row is cut into tiles, and of what size
     gpu_launch   which kernel runs on which grid: the interface of `ops.Kernel`
 
 They equal reference.py bit for bit: tests/kernels/test_gpu.py checks it in Triton's interpreter, bench/gpu.py on a GPU.

@@ -15,7 +15,7 @@ and tile, not once per size.
 import triton
 import triton.language as tl
 
-from narrowcast.kernels.gpu_codes import FP32, INT, NAN_BITS, as_bits, as_float, to_output
+from narrowcast.kernels.gpu_codes import AFFINE, FLT_MAX, FP32, INT, NAN_BITS, as_bits, as_float, to_output
 from narrowcast.kernels.gpu_scales import SCALE_NONE, combine, measure
 from narrowcast.kernels.gpu_tiles import decode_tile, encode_tile, load_floats, locate, store_floats
 from narrowcast.kernels.gpu_words import places
@@ -25,6 +25,16 @@ FOLD = tl.constexpr(1024)
 
 _COUNTS = ["numel", "tiles", "first_tile", "chunks", "block", "groups", "last_size", "seed"]
 _OFFSETS = ["codes_end", "scales_at", "zeros_at", "end"]
+
+
+@triton.jit
+def product(value, scale, ELEMENT: tl.constexpr):
+    """What a code stands for; an affine block may span more than fp32 does, and is cut there."""
+    result = value * scale
+    if ELEMENT == AFFINE:
+        result = tl.minimum(result, FLT_MAX, propagate_nan=tl.PropagateNan.ALL)
+        result = tl.maximum(result, -FLT_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return result
 
 
 @triton.jit
@@ -48,7 +58,7 @@ def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
         elif ELEMENT == INT and FUSED:
             total = tl.fma(value, tl.broadcast_to(scale, [GROUPS, WIDTH]), tl.zeros([GROUPS, WIDTH], tl.float32))
         else:
-            total = value * scale
+            total = product(value, scale, ELEMENT)
     if ELEMENT == INT and (OWN_RANK == 0 or not FUSED) and (OWN_RANK != 0 or RANKS != 1):
         # A zero times a negative scale is a zero all the same: once the sum is no -0.0, no term makes it one.
         total = total + 0.0
@@ -63,7 +73,7 @@ def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
                                            scales + apart * (rank * (16 // SCALE_SIZE)), zeros + apart * (rank * 16),
                                            levels, limit, left, ELEMENT, BITS, SCALE, GROUPS, BLOCK, WIDTH, MASKED,
                                            EDGE, WORDS, FP8, False)  # fmt: skip
-                total = total + (value if SCALE == SCALE_NONE else value * scale)
+                total = total + (value if SCALE == SCALE_NONE else product(value, scale, ELEMENT))
     else:
         for rank in tl.static_range(1, RANKS):
             if rank == OWN_RANK:
@@ -79,7 +89,7 @@ def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
                     # The product of so few bits is exact, so one rounding is all there is in either case.
                     total = tl.fma(value, tl.broadcast_to(scale, [GROUPS, WIDTH]), total)
                 else:
-                    total = total + value * scale
+                    total = total + product(value, scale, ELEMENT)
     if DIVIDE == "multiply":
         total = total * divisor
     elif DIVIDE == "divide":

@@ -311,7 +311,7 @@ def _whole_codes(recipe: Recipe) -> bool:
     """Whether codes stand for whole numbers small enough that multiplying by a 16-bit scale is exact."""
     if recipe.table is not None:
         return cells(recipe.table).whole
-    return recipe.format.element in (Element.INT, Element.AFFINE)
+    return recipe.format.element == Element.INT
 
 
 def _options(tiles: Cut, tile: Tile) -> dict[str, Any]:

@@ -56,10 +56,10 @@ def count_near(y, thresholds, bend, slope, middle, reach, COUNT: tl.constexpr, O
     OPEN: y is at most 2% larger than the largest level, as far as the curve reaches.
     """
     near = y if OPEN else tl.minimum(tl.maximum(y, -reach), reach)
-    guess = tl.fma(tl.abs(near), tl.broadcast_to(bend, near.shape), tl.broadcast_to(slope, near.shape))
+    guess = tl.fma(tl.abs(near), tl.full(near.shape, bend, tl.float32), tl.full(near.shape, slope, tl.float32))
     # The low bits of the sum are the guess. Whatever a NaN became, the lookup stays inside the table, and its block's
     # codes are thrown away later.
-    guess = as_bits(tl.fma(guess, near, tl.broadcast_to(middle, near.shape)) + WHOLE)
+    guess = as_bits(tl.fma(guess, near, tl.full(near.shape, middle, tl.float32)) + WHOLE)
     # Less than nothing is left to the next threshold where y is beyond it.
     left = as_float(lookup(thresholds, guess, COUNT)) - y
     return guess - WHOLE_BITS + (left.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)

@@ -186,8 +186,13 @@ def scale_value(stored, SCALE: tl.constexpr):
 
 
 @triton.jit
-def zero_points(second, inverse, BITS: tl.constexpr):
+def zero_points(second, inverse, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
     """The code that stands for zero in each block of affine codes."""
     low = tl.minimum(as_float(second ^ ((second >> 31) & 0x7FFFFFFF)), 0.0)
     top: tl.constexpr = (1 << BITS) - 1
-    return as_bits(tl.minimum(tl.maximum(-low * inverse, 0.0), top * 1.0) + WHOLE) - WHOLE_BITS
+    exact = tl.minimum(tl.maximum(-low * inverse, 0.0), top * 1.0)
+    code = as_bits(exact + WHOLE) - WHOLE_BITS
+    if STOCHASTIC:
+        # Rounded up. PTX's own ceiling takes a denormal for zero.
+        code += (exact > code.to(tl.float32)).to(tl.int32)
+    return code

@@ -1,9 +1,10 @@
 """How a GPU finds the level nearest to a number.
 
 Where levels follow a simple curve, the curve says the code within one, and a lookup and a comparison settle it: see
-`fit`. Other tables are cut into cells. A cell is `round(clamp(y * slope + middle, 0, cells - 1))` in fp32: a function that never falls as y grows. So
-thresholds in earlier cells lie below y, those in later cells do not, and only those in y's own need a comparison.
-Laid out so that no cell holds more than one threshold, a lookup and a comparison find any code, exactly.
+`fit`. Other tables are cut into cells. A cell is `round(clamp(y * slope + middle, 0, cells - 1))` in fp32: a function
+that never falls as y grows. So thresholds in earlier cells lie below y, those in later cells do not, and only those in
+y's own need a comparison. Laid out so that no cell holds more than one threshold, a lookup and a comparison find any
+code, exactly.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class Cells(NamedTuple):
     """A table of levels as kernels search it."""
 
     entries: Tensor
-    """int32: where a curve guesses (`steps` is 0), all thresholds. Else for each cell how many thresholds lie in the cells before; then, as bits of fp32, the threshold in each
-    cell where there is at most one (`steps` is 1), or else all thresholds, with infinities behind the last.
+    """int32: where a curve guesses (`steps` is 0), the bits of all thresholds. Else for each cell how many thresholds
+    lie in the cells before; then, as bits of fp32, the threshold in each cell where there is at most one (`steps` is
+    1), or else all thresholds, with infinities behind the last.
     """
     size: int
     searched: int

@@ -244,7 +244,7 @@ def encode_tile(x, codes, scales, zeros, first, second, row, group, start, limit
             else:
                 zero = tl.zeros([GROUPS], tl.int32)
                 if ELEMENT == AFFINE:
-                    zero = tl.where(finite, zero_points(second, inverse, BITS), 0)
+                    zero = tl.where(finite, zero_points(second, inverse, BITS, STOCHASTIC), 0)
                     tl.store(zeros + index, zero.to(tl.uint8), mask=index < left)
                 draws = y
                 if STOCHASTIC:

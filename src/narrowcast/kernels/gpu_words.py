@@ -6,7 +6,6 @@ Codes narrower than a byte come apart in registers: neighbours lie in the same t
 
 # Triton reads annotations: no `from __future__ import annotations` here. Its language is not one that mypy knows.
 # mypy: ignore-errors
-# ruff: noqa: RUF059, SIM109
 import triton
 import triton.language as tl
 
@@ -165,7 +164,7 @@ def signed_bytes(word):
 
 @triton.jit
 def select_bytes(low, high, selector):
-    """PTX's prmt: each of the selector's low four nibbles picks a byte of `low` or `high`, or only copies of its sign."""
+    """PTX's prmt: each of the selector's low four nibbles picks a byte of `low` or `high`, or copies of its sign."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -178,7 +177,7 @@ def level_bytes(codes, levels):
     They are, for codes below 8, levels of 7 bits, two's complement, and for the others twice the level.
     """
     if NATIVE:
-        # A code from 8 on picks a sign out of the low half, which is zero, and so does one below 8 out of the high half.
+        # A code from 8 on picks a sign out of the low half, which is zero; one below 8 does so out of the high half.
         low = select_bytes(tl.load(levels), tl.load(levels + 1), codes)
         high = select_bytes(tl.load(levels + 2), tl.load(levels + 3), codes ^ 0x8888)
         found = (low << 1) + high

@@ -66,6 +66,28 @@ NC_INLINE void quantize_as(const Spec& spec, const float* x, int64_t begin, int6
     }
 }
 
+// Whether several groups share a piece: then elements are scaled first, and pieces quantized with a scale of one. The
+// numbers are the same, since multiplying by one changes nothing; an affine group's zero point would get in the way.
+template <int ELEMENT>
+inline bool shared_pieces(int64_t group_size) {
+    return ELEMENT != AFFINE && group_size > 0 && group_size < PIECE && PIECE % group_size == 0;
+}
+
+template <int ELEMENT, int BITS>
+NC_INLINE void quantize_shared(const Spec& spec, const float* x, int64_t index, const float* inverse, int64_t size,
+                               const Table& table, Dice dice, uint8_t* out) {
+    alignas(64) float scaled[PIECE];
+    alignas(64) uint8_t codes[PIECE];
+    for (int64_t i = 0, g = 0; i < PIECE; i += size, ++g) {
+        for (int64_t j = 0; j < size; ++j) scaled[i + j] = x[i + j] * inverse[g];
+    }
+    quantize_piece<ELEMENT, BITS>(spec, scaled, index, Scaling{1.0f, 1.0f, 0}, table, dice, codes);
+    for (int64_t i = 0, g = 0; i < PIECE; i += size, ++g) {
+        if (inverse[g] == 0.0f) std::memset(codes + i, 0, size_t(size));
+    }
+    pack<BITS>(codes, out + index * BITS / 8);
+}
+
 // fp32, fp16 and bf16 rows have no groups and no packing.
 void quantize_wide(const Spec& spec, Floats row, int64_t begin, int64_t count, uint8_t* out) {
     alignas(64) float buffer[BATCH];
@@ -114,7 +136,14 @@ struct EncodeGroups : Encoding {
                 const float* x = load(row, i, n, buffer);
                 measure_batch<ELEMENT>(x, n, size, batch);
                 settle_batch<ELEMENT>(spec, batch, i / size, here, n - (here - 1) * size, out);
-                for (int64_t g = 0; g < here; ++g) {
+                int64_t g = 0;
+                if (shared_pieces<ELEMENT>(size)) {
+                    for (; g * size + PIECE <= n; g += PIECE / size) {
+                        fetch(row, i + g * size + BATCH, PIECE);
+                        quantize_shared<ELEMENT, BITS>(spec, x + g * size, i + g * size, batch.inverse + g, size, table, dice, out);
+                    }
+                }
+                for (; g < here; ++g) {
                     Scaling by{batch.scale[g], batch.inverse[g], batch.zero[g]};
                     fetch(row, i + g * size + BATCH, size);
                     quantize_as<ELEMENT, BITS>(spec, x + g * size, i + g * size, std::min(size, n - g * size), by, table, dice, out);
@@ -192,8 +221,23 @@ inline void dequantize_as(const Spec& spec, const uint8_t* data, int64_t begin, 
     alignas(64) uint8_t codes[PIECE], packed[PIECE];
     alignas(64) float part[PIECE];
     const int64_t size = spec.group_size ? spec.group_size : spec.numel, end = begin + count;
-    int64_t group = begin / size;
-    for (int64_t i = begin; i < end; ++group) {
+    int64_t group = begin / size, i = begin;
+    if (shared_pieces<ELEMENT>(spec.group_size)) {
+        for (; i + PIECE <= end; i += PIECE, group += PIECE / size) {
+            unpack<BITS>(data + i * BITS / 8, codes);
+            dequantize_piece<ELEMENT, BITS, false>(spec, codes, Scaling{1.0f, 1.0f, 0}, part);
+            float* to = target(i - begin);
+            for (int64_t j = 0; j < PIECE; j += size) {
+                float scale = read_scale(spec, data, group + j / size).scale;
+                for (int64_t k = j; k < j + size; ++k) {
+                    put<ADD>(ELEMENT == INT ? part[k] * scale + 0.0f : part[k] * scale, to[k]);
+                }
+            }
+            for (int64_t k = 0; k < PIECE; ++k) to[k] = canonical(to[k]);
+            done(i - begin, PIECE, to);
+        }
+    }
+    for (; i < end; ++group) {
         const Scaling by = read_scale(spec, data, group);
         const int64_t group_end = std::min({(group + 1) * size, spec.numel, end});
         for (; i + PIECE <= group_end; i += PIECE) {
