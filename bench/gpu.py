@@ -394,8 +394,9 @@ def variants(names: list[str], x: Tensor, copy: float) -> dict[str, Any]:
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
         jobs = {way: pool.submit(reduces_right, *way) for way in ways}
         for way, job in jobs.items():
-            if job.exception() is not None or not job.result():
-                tried["failed"].append(f"{way}: {last_lines(job.exception()) if job.exception() else 'other bits'}")
+            error = job.exception()
+            if error is not None or not job.result():
+                tried["failed"].append(f"{way}: {'other bits' if error is None else last_lines(error)}")
     for name, tile, mask in ways:
         set_way(tile, mask)
         run, moved = operations(nc.codec(name), x)["reduce"]
