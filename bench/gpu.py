@@ -359,20 +359,17 @@ def sweep(names: list[str], x: Tensor, copy: float) -> dict[str, Any]:
 # -- other ways to sum 4-bit codes ------------------------------------------------------------------------------------
 
 WAYS = {
-    "int4": (0, 0b00010000, 0b01000100, 0b01010100, 0b10101010),
-    "apot4": (0, 0b00010000, 0b01000100, 0b01010100),
-    "nf4": (0,),
-    "int2": (0,),
+    "int4": (0, 0b01000100, 0b01010100, 0b10010100, 0b01110100, 0b01101010, 0b10010010),
 }
 """What `gpu_plan.BYTEWISE` may be."""
-WAY_TILES = ((2048, 1), (2048, 2), (4096, 2), (4096, 4), (8192, 4), (8192, 8))
+WAY_TILES = ((1024, 1), (1024, 2), (2048, 2), (4096, 2), (4096, 4))
 
 
 def set_way(tile: tuple[int, int], mask: int) -> None:
     from narrowcast.kernels import gpu_plan
 
     gpu_plan.TILES["reduce", 4] = gpu_plan.Tile(*tile)
-    gpu_plan.BYTEWISE.update(dict.fromkeys(gpu_plan.BYTEWISE, mask))
+    gpu_plan.BYTEWISE = mask
 
 
 def reduces_right(name: str, tile: tuple[int, int], mask: int) -> bool:

@@ -8,6 +8,7 @@
     gpu_kernels  the kernels
     gpu_tables   how a table of levels is searched
     gpu_plan     how a row is cut into tiles, and of what size
+    gpu_arguments  what kernels are told
     gpu_launch   which kernel runs on which grid: the interface of `ops.Kernel`
 
 They equal reference.py bit for bit: tests/kernels/test_gpu.py checks it in Triton's interpreter, bench/gpu.py on a GPU.

@@ -47,9 +47,7 @@ class Cells(NamedTuple):
     steps: int
     """Halvings that settle a cell: it holds at most 2**steps - 1 thresholds."""
     levels: Tensor
-    """int32: the levels as bits of fp32; where they are small, then a byte each: see `gpu_words.level_bytes`."""
-    small: bool
-    """Whether the levels are sixteen whole numbers of at most 6 bits, of which the upper eight have no sign."""
+    """int32: the levels as bits of fp32."""
     whole: bool
     """Whether the levels are whole numbers of at most 13 bits, whose product with a 16-bit scale is exact."""
     table: Tensor
@@ -76,12 +74,7 @@ def lay_out(table: Tensor) -> Cells:
     levels, thresholds = every[0], every[1]
     finite, thresholds = levels[levels.isfinite()], thresholds[thresholds.isfinite()]
     whole = bool((finite == finite.round()).all()) and float(finite.abs().max()) < 2**13
-    small = whole and len(levels) == 16 and float(finite.abs().max()) < 64 and not (levels[8:] < 0).any()
     bits = levels.contiguous().view(torch.int32)
-    if small:
-        halves = torch.where(levels.isfinite(), levels, 0.0).int().view(2, 8)
-        octets = torch.stack([halves[0] & 0x7F, 2 * halves[1]]).to(torch.uint8)
-        bits = torch.cat([bits, octets.view(-1).view(torch.int32)])
     reach = to_float32(REACH * float(finite.abs().max()))
     curve = fit(thresholds.double(), reach, table.shape[1]) if table.shape[1] <= HELD else None
     if curve is not None:
@@ -92,7 +85,7 @@ def lay_out(table: Tensor) -> Cells:
         entries, count, steps, searched, slope, middle = cut(thresholds, reach, table.shape[1])
     entries = entries.view(torch.int32).to(table.device)
     bits = bits.to(table.device)
-    return Cells(entries, count, searched, slope, middle, bend, reach, steps, bits, small, whole, table)
+    return Cells(entries, count, searched, slope, middle, bend, reach, steps, bits, whole, table)
 
 
 # -- a curve ----------------------------------------------------------------------------------------------------------

@@ -185,8 +185,8 @@ def decode_tile(codes, scales, zeros, levels, limit, left, ELEMENT: tl.constexpr
             stored = load_scales(scales + group)
         scale = scale_value(stored, SCALE)[:, None]
         if BYTEWISE:
-            value = load_bytewise(codes, levels + (1 << BITS), limit, ELEMENT, GROUPS, BLOCK, WIDTH, MASKED, EDGE)
-            scale = scale * (0.0625 if ELEMENT == INT else 0.5)
+            value = load_bytewise(codes, limit, GROUPS, BLOCK, WIDTH, MASKED, EDGE)
+            scale = scale * 0.0625
         elif ELEMENT == AFFINE:
             zero = tl.load(zeros + group, mask=group < left, other=0).to(tl.int32)
             value = load_whole(codes, zero, limit, BITS, 0, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS)

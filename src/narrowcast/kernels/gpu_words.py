@@ -9,7 +9,7 @@ Codes narrower than a byte come apart in registers: neighbours lie in the same t
 import triton
 import triton.language as tl
 
-from narrowcast.kernels.gpu_codes import INT, NATIVE, as_float
+from narrowcast.kernels.gpu_codes import NATIVE, as_float
 
 
 @triton.jit
@@ -163,46 +163,14 @@ def signed_bytes(word):
 
 
 @triton.jit
-def select_bytes(low, high, selector):
-    """PTX's prmt: each of the selector's low four nibbles picks a byte of `low` or `high`, or copies of its sign."""
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def level_bytes(codes, levels):
-    """Twice the levels of a word's four lowest codes, as signed bytes; `levels` points to sixteen bytes.
-
-    They are, for codes below 8, levels of 7 bits, two's complement, and for the others twice the level.
-    """
-    if NATIVE:
-        # A code from 8 on picks a sign out of the low half, which is zero; one below 8 does so out of the high half.
-        low = select_bytes(tl.load(levels), tl.load(levels + 1), codes)
-        high = select_bytes(tl.load(levels + 2), tl.load(levels + 3), codes ^ 0x8888)
-        found = (low << 1) + high
-    else:
-        found = tl.zeros_like(codes)
-        for place in tl.static_range(4):
-            code = (codes >> (4 * place)) & 15
-            level = (tl.load(levels + (code >> 2)) >> ((code & 3) * 8)) & 0x7F
-            found = found | ((level << (code < 8).to(tl.int32)) << (8 * place))
-    return found
-
-
-@triton.jit
-def load_bytewise(ptr, levels, limit, ELEMENT: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-                  WIDTH: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
-    """Codes of 4 bits as fp32 numbers [GROUPS, WIDTH], a byte at a time: 16 times an INT, or twice a small level.
+def load_bytewise(ptr, limit, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+                  EDGE: tl.constexpr):  # fmt: skip
+    """16 times the integers of 4-bit INT codes, as fp32 numbers [GROUPS, WIDTH], a byte at a time.
 
     Slower than other ways on its own, since conversions run at an eighth of the rate; but it takes fewer instructions,
     of a kind that nothing else here uses. So a sum over ranks does some of its ranks this way: see `gpu_plan.BYTEWISE`.
     """
     words = load_units(ptr, limit, 8, GROUPS, BLOCK, WIDTH, MASKED, EDGE, 1).reshape([GROUPS, WIDTH // 8])
-    if ELEMENT == INT:
-        a, c, e, g = signed_bytes((words << 4) & -0x0F0F0F10)
-        b, d, f, h = signed_bytes(words & -0x0F0F0F10)
-    else:
-        a, b, c, d = signed_bytes(level_bytes(words, levels))
-        e, f, g, h = signed_bytes(level_bytes(words >> 16, levels))
+    a, c, e, g = signed_bytes((words << 4) & -0x0F0F0F10)
+    b, d, f, h = signed_bytes(words & -0x0F0F0F10)
     return join_eight(a, b, c, d, e, f, g, h).reshape([GROUPS, WIDTH])
