@@ -368,7 +368,7 @@ WAY_TILES = ((1024, 1), (1024, 2), (2048, 2), (4096, 2), (4096, 4))
 def set_way(tile: tuple[int, int], mask: int) -> None:
     from narrowcast.kernels import gpu_plan
 
-    gpu_plan.TILES["reduce", 4] = gpu_plan.Tile(*tile)
+    gpu_plan.TILES["reduce of integers", 4] = gpu_plan.Tile(*tile)
     gpu_plan.BYTEWISE = mask
 
 

@@ -64,7 +64,7 @@ class Triton:
     ) -> None:
         if numel == 0:
             return
-        tile = tile_for("reduce", recipe.format.bits)
+        tile = tile_for("reduce", recipe.format)
         if cut(recipe.format, numel, tile.elements, gpu_plan.ONE_PASS).chunked:
             total = torch.empty(numel, device=data.device)
             self.decode_sum(total, data, recipe, own, own_rank, divisor)
@@ -81,7 +81,7 @@ class Triton:
 def _encode(out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
     format = recipe.format
     count, numel = rows.shape
-    tile = tile_for("encode", format.bits)
+    tile = tile_for("encode", format)
     tiles = cut(format, numel, tile.elements, gpu_plan.ONE_PASS)
     code_size = max(format.bits // 8, 1)
     x = rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
@@ -155,7 +155,7 @@ def _decode(
 ) -> None:
     format = recipe.format
     count, numel = out.shape
-    tile = tile_for("decode", format.bits)
+    tile = tile_for("decode", format)
     tiles = cut(format, numel, tile.elements, gpu_plan.ONE_PASS)
     kept = ranks == 1 and own is None and format.element == Element.FP32
     for launch in launches(tiles):

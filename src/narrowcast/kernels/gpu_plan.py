@@ -27,13 +27,15 @@ TILES: dict[tuple[str, int], Tile] = {
     ("decode", 32): Tile(1024, 4),
     ("reduce", 32): Tile(2048, 4),
     ("reduce", 8): Tile(2048, 4),
+    ("reduce of integers", 8): Tile(16384, 8),
     ("reduce", 4): Tile(2048, 2),
+    ("reduce of integers", 4): Tile(1024, 1),
 }
 """Per operation and bits per code, at most so many; bench/gpu.py --sweep tries others."""
 
-BYTEWISE = 0b01010100
+BYTEWISE = 0b01000100
 """Which ranks of every eight a sum over 4-bit integers reads by `gpu_words.load_bytewise`, as bits. On an H200 these
-three took a reduction of eight rows from 81% of a copy to 87% (bench/gpu.py --variants).
+two took a reduction of eight rows from 83% of a copy to 88% (bench/gpu.py --variants).
 """
 
 ONE_PASS = 8192
@@ -101,9 +103,11 @@ def launches(tiles: Cut) -> Iterator[dict[str, Any]]:
         yield {"first_tile": start, "tiles": stop - start, "MASKED": masked}
 
 
-def tile_for(operation: str, bits: int) -> Tile:
+def tile_for(operation: str, format: Format) -> Tile:
     """The tile of an operation on codes of so many bits: the entry of the fewest bits that are enough."""
-    return TILES[operation, min(wide for name, wide in TILES if name == operation and wide >= bits)]
+    if operation == "reduce" and format.signed_scale and format.bits in (4, 8):
+        operation = "reduce of integers"
+    return TILES[operation, min(wide for name, wide in TILES if name == operation and wide >= format.bits)]
 
 
 def _power_of_two(least: int) -> int:
