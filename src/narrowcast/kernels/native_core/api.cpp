@@ -128,7 +128,7 @@ NC_EXPORT int32_t nc_best_isa() {
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                  __builtin_cpu_supports("avx512vbmi");
+                  __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bitalg");
     return avx512 ? 2 : avx2 ? 1 : 0;
 #else
     return 0;

@@ -1,7 +1,8 @@
 // Codes that are places in a table: the code of y is how many thresholds lie below it.
 //
-// Two ways to count, which agree exactly. Where every threshold is a multiple of a half (the integer grids of additive
-// powers of two) 2y is rounded up to an integer and looked up; otherwise a binary search goes down the thresholds.
+// Ways to count, which agree exactly. Where every threshold is a multiple of a half (the integer grids of additive powers of
+// two) 2y is rounded up to an integer and looked up; where levels are powers of two, y's exponent says which; otherwise a
+// binary search goes down the thresholds.
 
 #pragma once
 #include "codes.h"
@@ -10,12 +11,14 @@ namespace {
 
 // What a table's codes are found with, derived from its thresholds.
 struct Table {
-    enum Way { SEARCH, BYTES, MAGNITUDES, INTEGERS };
+    enum Way { SEARCH, BYTES, MAGNITUDES, INTEGERS, POWERS };
     static constexpr int REACH = 2047;  // thresholds of a grid lie within +- REACH halves
 
     Way way = SEARCH;
     int32_t lowest = 0, highest = 0;           // for INTEGERS: lookup[t - lowest] is the code of t halves, t = ceil(2y)
-    int32_t zero = 0;                          // for MAGNITUDES: the code of 0; lookup[|t| + (t < 0)] is added or taken off
+    int32_t zero = 0;                          // for MAGNITUDES and POWERS: the code of 0, half way up the table
+    alignas(64) uint8_t below[128];            // for MAGNITUDES: thresholds below 16 c, for each cell c of 16 halves,
+    alignas(64) uint8_t first[128], last[128]; // and those in it, a bit for each half: the first eight, the last eight
     alignas(64) uint8_t lookup[2 * REACH + 2];
     alignas(64) float node[256];               // for SEARCH: step s compares with node[(1 << s) - 1 + (bits so far)]
     alignas(64) uint8_t order[256];            // for SEARCH: the code, from its bits in the order in which they were found
@@ -29,11 +32,28 @@ struct Table {
             float halves = 2.0f * spec.thresholds[thresholds];
             integers = integers && std::fabs(halves) < float(REACH) && halves == std::floor(halves);
         }
+#if defined(__AVX512VBMI__)
+        if (!integers && powers(spec, thresholds)) {
+            way = POWERS, zero = thresholds / 2;
+            return;
+        }
+#endif
         if (integers) use_grid(spec, thresholds);
         else use_search(spec, count);
     }
 
    private:
+    // Whether the thresholds are +-0.5, +-1.5, +-3, +-6, ...: those between 0 and the powers of two from 1 on.
+    static bool powers(const Spec& spec, int thresholds) {
+        bool so = thresholds % 2 == 0 && thresholds >= 4;
+        float expected = 0.5f;
+        for (int i = thresholds / 2; so && i < thresholds; ++i) {
+            so = spec.thresholds[i] == expected && spec.thresholds[thresholds - 1 - i] == -expected;
+            expected = i == thresholds / 2 ? 1.5f : 2.0f * expected;
+        }
+        return so;
+    }
+
     void use_grid(const Spec& spec, int thresholds) {
         auto half = [&](int i) { return int32_t(2.0f * spec.thresholds[i]); };
         lowest = half(0), highest = half(thresholds - 1) + 1;
@@ -42,13 +62,28 @@ struct Table {
         bool symmetric = true;
         for (int i = 0; i < thresholds; ++i) symmetric = symmetric && half(i) == -half(thresholds - 1 - i);
         if (lowest >= -128 && highest <= 127) lowest = -128, highest = 127, way = BYTES;
-        else if (symmetric && thresholds % 2 == 0) zero = thresholds / 2, lowest = 0, highest = REACH, way = MAGNITUDES;
+        else if (symmetric && thresholds % 2 == 0) return use_magnitudes(spec, thresholds);
 #endif
         int32_t from = lowest;
-        for (int code = way == MAGNITUDES ? zero : 0; code <= thresholds; ++code) {
+        for (int code = 0; code <= thresholds; ++code) {
             int32_t to = code < thresholds ? half(code) : highest;
-            std::memset(lookup + (from - lowest), way == MAGNITUDES ? code - zero : code, size_t(to - from + 1));
+            std::memset(lookup + (from - lowest), code, size_t(to - from + 1));
             from = to + 1;
+        }
+    }
+
+    void use_magnitudes(const Spec& spec, int thresholds) {
+        way = MAGNITUDES, zero = thresholds / 2;
+        std::memset(first, 0, sizeof first);
+        std::memset(last, 0, sizeof last);
+        int next = zero;
+        for (int cell = 0; cell < 128; ++cell) {
+            below[cell] = uint8_t(next - zero);
+            for (; next < thresholds; ++next) {
+                int32_t place = int32_t(2.0f * spec.thresholds[next]) - 16 * cell;
+                if (place >= 16) break;
+                (place < 8 ? first : last)[cell] |= uint8_t(1 << (place & 7));
+            }
         }
     }
 
@@ -91,20 +126,12 @@ struct Registers {
     }
 };
 
-// A table of 128 * HALVES bytes, looked up by the low 7 bits of `low` and, above them, its top bit and then `high`.
-template <int HALVES>
-inline __m512i look_up(const uint8_t* table, __m512i low, __m512i high) {
-    __m512i found[HALVES];
-    for (int i = 0; i < HALVES; ++i) {
-        const uint8_t* at = table + 128 * i;
-        found[i] = _mm512_permutex2var_epi8(_mm512_load_si512(at), low, _mm512_load_si512(at + 64));
-    }
-    __mmask64 upper = _mm512_movepi8_mask(low);
-    for (int left = HALVES, bit = 1; left > 1; left /= 2, bit *= 2) {
-        for (int i = 0; i < left / 2; ++i) found[i] = _mm512_mask_mov_epi8(found[2 * i], upper, found[2 * i + 1]);
-        upper = _mm512_test_epi8_mask(high, _mm512_set1_epi8(char(bit)));
-    }
-    return found[0];
+// A table of 256 bytes.
+inline __m512i look_up_256(const uint8_t* table, __m512i index) {
+    auto half = [&](const uint8_t* at) {
+        return _mm512_permutex2var_epi8(_mm512_load_si512(at), index, _mm512_load_si512(at + 64));
+    };
+    return _mm512_mask_mov_epi8(half(table), _mm512_movepi8_mask(index), half(table + 128));
 }
 
 // Rounded up. What is too large for an integer would come out negative; what is too small does so anyway.
@@ -119,29 +146,59 @@ inline __m512i count_bytes(const float* x, Scaling by, const Table& table) {
     auto part = [&](int i) { return _mm512_cvtsepi32_epi8(ceil_of_product(x + 16 * i, halves)); };
     __m512i t = join(part(0), part(1), part(2), part(3));
     // lookup[0] is for t = -128: flip the top bit.
-    return look_up<2>(table.lookup, _mm512_xor_si512(t, _mm512_set1_epi8(char(0x80))), t);
+    return look_up_256(table.lookup, _mm512_xor_si512(t, _mm512_set1_epi8(char(0x80))));
 }
 
-// A symmetric grid: the magnitude's place, counted from the code of zero in the direction of the sign. A tie goes to the
-// lower level, which for a negative y is the one farther out: hence one half more.
-template <int HALVES>
+inline __m512i look_up(const uint8_t* table, __m512i index) {  // of 128 bytes
+    return _mm512_permutex2var_epi8(_mm512_load_si512(table), index, _mm512_load_si512(table + 64));
+}
+
+// A symmetric grid: the magnitude's place, counted from the code of zero in the direction of the sign: the thresholds below
+// its cell of 16 halves, and those of its cell below itself. A tie goes to the lower level, which for a negative y is the
+// one farther out: hence one half more.
 inline __m512i count_magnitudes(const float* x, Scaling by, const Table& table) {
     const __m512 halves = _mm512_set1_ps(2.0f * by.inverse);
     __mmask64 negative = 0;
-    __m128i low[4], high[4];
+    __m128i cells[4], inside[4];
     for (int i = 0; i < 4; ++i) {
         __m512i t = ceil_of_product(x + 16 * i, halves);
-        __mmask16 below = _mm512_movepi32_mask(t);
+        __mmask16 below_zero = _mm512_movepi32_mask(t);
         t = _mm512_abs_epi32(t);
-        t = _mm512_mask_add_epi32(t, below, t, _mm512_set1_epi32(1));
-        t = _mm512_min_epu32(t, _mm512_set1_epi32(128 * HALVES - 1));
-        low[i] = _mm512_cvtepi32_epi8(t);
-        if (HALVES > 2) high[i] = _mm512_cvtepi32_epi8(_mm512_srli_epi32(t, 8));
-        negative |= __mmask64(below) << (16 * i);
+        t = _mm512_mask_add_epi32(t, below_zero, t, _mm512_set1_epi32(1));
+        t = _mm512_min_epu32(t, _mm512_set1_epi32(Table::REACH));
+        cells[i] = _mm512_cvtepi32_epi8(_mm512_srli_epi32(t, 4));
+        inside[i] = _mm512_cvtepi32_epi8(t);
+        negative |= __mmask64(below_zero) << (16 * i);
     }
-    __m512i top = HALVES > 2 ? join(high[0], high[1], high[2], high[3]) : _mm512_setzero_si512();
-    __m512i place = look_up<HALVES>(table.lookup, join(low[0], low[1], low[2], low[3]), top);
+    const __m512i cell = join(cells[0], cells[1], cells[2], cells[3]);
+    const __m512i half = _mm512_and_si512(join(inside[0], inside[1], inside[2], inside[3]), _mm512_set1_epi8(15));
+    // The bits below half h of a cell: 2^h - 1, in two bytes.
+    const __m512i under_first = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 3, 7, 15, 31, 63, 127, -1, -1, -1, -1, -1, -1, -1, -1));
+    const __m512i under_last = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 3, 7, 15, 31, 63, 127));
+    __m512i first = _mm512_and_si512(look_up(table.first, cell), _mm512_shuffle_epi8(under_first, half));
+    __m512i last = _mm512_and_si512(look_up(table.last, cell), _mm512_shuffle_epi8(under_last, half));
+    __m512i place = _mm512_add_epi8(_mm512_popcnt_epi8(first), _mm512_popcnt_epi8(last));
+    place = _mm512_add_epi8(place, look_up(table.below, cell));
     __m512i zero = _mm512_set1_epi8(char(table.zero));
+    return _mm512_mask_sub_epi8(_mm512_add_epi8(zero, place), negative, zero, place);
+}
+
+// Powers of two: past 1.5 * 2^e the next one is nearer, which a carry into the exponent tells. One more unit in the last place
+// for a negative y sends its ties to the lower level, farther out.
+inline __m512i count_powers(const float* x, Scaling by, const Table& table) {
+    const __m512 halves = _mm512_set1_ps(2.0f * by.inverse);
+    __mmask64 negative = 0, past_half = 0;
+    __m128i exponent[4];
+    for (int i = 0; i < 4; ++i) {
+        __m512i bits = _mm512_castps_si512(_mm512_mul_ps(_mm512_loadu_ps(x + 16 * i), halves));
+        __m512i magnitude = _mm512_add_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF)), _mm512_srli_epi32(bits, 31));
+        negative |= __mmask64(_mm512_movepi32_mask(bits)) << (16 * i);
+        past_half |= __mmask64(_mm512_cmpgt_epi32_mask(magnitude, _mm512_set1_epi32(0x3F800000))) << (16 * i);
+        exponent[i] = _mm512_cvtepi32_epi8(_mm512_srli_epi32(_mm512_add_epi32(magnitude, _mm512_set1_epi32(0x3FFFFF)), 23));
+    }
+    __m512i one = _mm512_set1_epi8(1), zero = _mm512_set1_epi8(char(table.zero));
+    __m512i place = _mm512_subs_epu8(join(exponent[0], exponent[1], exponent[2], exponent[3]), _mm512_set1_epi8(char(128)));
+    place = _mm512_min_epu8(_mm512_mask_add_epi8(place, past_half, place, one), zero);
     return _mm512_mask_sub_epi8(_mm512_add_epi8(zero, place), negative, zero, place);
 }
 
@@ -168,7 +225,7 @@ inline __m512i search(const float* x, Scaling by, const Table& table) {
     };
     __m512i found = join(part(0), part(1), part(2), part(3));
     if constexpr (BITS <= 6) return _mm512_permutexvar_epi8(found, _mm512_load_si512(table.order));
-    return look_up<2>(table.order, found, found);
+    return look_up_256(table.order, found);
 }
 
 template <int BITS>
@@ -176,10 +233,8 @@ inline void quantize_levels(const float* __restrict x, Scaling by, const Table& 
     __m512i found;
     switch (table.way) {
         case Table::BYTES: found = count_bytes(x, by, table); break;
-        case Table::MAGNITUDES:
-            if constexpr (BITS <= 6) found = count_magnitudes<BITS == 6 ? 2 : 16>(x, by, table);
-            else found = count_magnitudes<BITS == 7 ? 8 : 16>(x, by, table);
-            break;
+        case Table::MAGNITUDES: found = count_magnitudes(x, by, table); break;
+        case Table::POWERS: found = count_powers(x, by, table); break;
         default: found = search<BITS>(x, by, table);
     }
     _mm512_storeu_si512(codes, found);
