@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 CORE   := CMakeLists.txt $(wildcard src/narrowcast/kernels/native_core/*)
 
-.PHONY: help demo test lint format soak gpu bench sanitize docs clean
+.PHONY: help demo test lint format soak gpu bench sanitize clean
 
 help:            ## say what there is
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12

@@ -158,3 +158,9 @@ def test_the_largest_floats_of_both_signs_keep_their_signs(codec: Codec) -> None
         pytest.skip("no fp16 scale spans both, so that the zero point can only keep one end")
     y = nc.decode(nc.encode(torch.tensor([FLT_MAX, -FLT_MAX] * 4), codec, seed=1))
     assert y.sign().tolist() == [1.0, -1.0] * 4
+
+
+def test_the_bound_holds_where_gaps_are_as_small_as_the_smallest_number() -> None:
+    codec = Levels([0.0, 2.0**-148, 1.0], scale="fp32")
+    x = torch.tensor([2.0**100, 1.25 * 2.0**-49])
+    assert bool(((x - nc.decode(nc.encode(x, codec))).abs() <= codec.max_error(x)).all())
