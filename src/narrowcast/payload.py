@@ -18,7 +18,6 @@ from torch import Tensor
 from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.errors import DtypeError, PayloadError, ShapeError
-from narrowcast.kernels.layout import ROW
 
 
 @dataclass(eq=False, slots=True)
@@ -106,6 +105,6 @@ def _matrix(codec: Codec, shape: torch.Size) -> tuple[int, int]:
     for size in shape:
         if size < 0:
             raise ShapeError(f"shape={tuple(shape)}: sizes are zero or more.")
-    if codec.format.block != ROW or not shape:
+    if codec.block != "row" or not shape:
         return 1, math.prod(shape)
     return math.prod(shape[:-1]), shape[-1]

@@ -42,7 +42,7 @@ def codec(spec: str | Codec | Mapping[str, Any]) -> Codec:
     if isinstance(spec, Codec):
         return spec
     if isinstance(spec, str):
-        return _parsed(spec)
+        return _parse(spec) if torch.compiler.is_compiling() else _remembered(spec)
     if isinstance(spec, Mapping):
         options = {str(key): value for key, value in spec.items()}
         if not isinstance(options.get("name"), str):
@@ -61,7 +61,11 @@ def which_kernel(codec: str | Codec | Mapping[str, Any], device: torch.device | 
 
 
 @lru_cache(maxsize=512)
-def _parsed(spec: str) -> Codec:
+def _remembered(spec: str) -> Codec:
+    return _parse(spec)
+
+
+def _parse(spec: str) -> Codec:
     name, _, rest = spec.partition(":")
     options: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):

@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 ROW = -1
 """`Format.block` of a codec with one scale for the whole row."""
@@ -119,8 +120,10 @@ class Layout(NamedTuple):
 
 def layout(format: Format, numel: int) -> Layout:
     """Where everything lies in a row of `numel` elements."""
-    # A symbolic size of torch.compile cannot be hashed, so only plain integers are remembered.
-    return _remembered_layout(format, numel) if type(numel) is int else _layout(format, numel)
+    # Not while compiling: a symbolic size cannot be hashed, and dynamo warns of caches.
+    if type(numel) is not int or is_compiling():
+        return _layout(format, numel)
+    return _remembered_layout(format, numel)
 
 
 @lru_cache(maxsize=4096)
