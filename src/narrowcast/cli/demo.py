@@ -17,7 +17,7 @@ SHOWN = ("raw", "bf16", "fp8_e4m3", "int8", "int6", "int4", "nf4", "apot4", "int
 
 
 def demo() -> None:
-    """Encode a million normal numbers with several codecs; show bytes, error and speed.
+    """Encode four million normal numbers with several codecs; show bytes, error and speed.
 
     Example: narrowcast demo
     """
