@@ -14,7 +14,7 @@ from torch import Tensor
 
 from narrowcast.codecs.base import Codec, block_option, differing, scale_option
 from narrowcast.errors import SpecError
-from narrowcast.kernels.layout import FLT_MAX, Element, Format, Scale
+from narrowcast.kernels.layout import FLT_MAX, Element, Format
 
 
 class _Float(NamedTuple):
@@ -67,6 +67,3 @@ class Float8(Cast):
         format = Format(self._float.element, 8, block_option(block, name), scale_option(scale, name))
         given = differing(block=(block, None), scale=(scale, "fp32"))
         Codec.__init__(self, name, format, self._float.top, given)
-
-
-__all__ = ["Cast", "Float8", "Scale"]

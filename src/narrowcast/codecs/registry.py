@@ -39,6 +39,10 @@ def list_codecs() -> list[str]:
 
 def codec(spec: str | Codec | Mapping[str, Any]) -> Codec:
     """The codec that `spec` names: "int8", "int4:block=64", {"name": "int4", "block": 64}, or a codec itself."""
+    return _resolve(spec)
+
+
+def _resolve(spec: str | Codec | Mapping[str, Any]) -> Codec:
     if isinstance(spec, Codec):
         return spec
     if isinstance(spec, str):
@@ -51,12 +55,9 @@ def codec(spec: str | Codec | Mapping[str, Any]) -> Codec:
     raise SpecError(f'codec={spec!r}: expected a string like "int4:block=64", a mapping or a Codec.')
 
 
-_of = codec
-
-
 def which_kernel(codec: str | Codec | Mapping[str, Any], device: torch.device | str = "cpu") -> str:
-    """What runs this codec on this device: "native/avx512", "triton", "reference"."""
-    _of(codec)
+    """What runs this codec on this device: "native/avx512", "triton", "reference". Unknown codecs raise."""
+    _resolve(codec)
     return kernel_for(torch.device(device).type).name
 
 

@@ -86,7 +86,7 @@ def to_float32(x, EXACT_NAN: tl.constexpr):
 def to_output(value, KIND: tl.constexpr, RAW: tl.constexpr):
     """fp32 as the bits of an output dtype (KIND is the Element of that dtype, or "fp64").
 
-    Finite values saturate, a NaN is the one of `reference.cast_output`; `RAW` keeps the payload that a NaN came with.
+    Finite values saturate, a NaN is the one of `casts.cast_output`; `RAW` keeps the payload that a NaN came with.
     """
     nan = value != value
     bits = as_bits(value)
@@ -110,7 +110,7 @@ def to_output(value, KIND: tl.constexpr, RAW: tl.constexpr):
 
 @triton.jit
 def cast_bits(x, ELEMENT: tl.constexpr, FP8: tl.constexpr):
-    """fp32 as the bits of a narrower float, in an integer. Like `reference.cast_bits`."""
+    """fp32 as the bits of a narrower float, in an integer. Like `casts.cast_bits`."""
     bits = as_bits(x)
     magnitude = bits & 0x7FFFFFFF
     if ELEMENT == FP32:
@@ -217,7 +217,7 @@ def mix64(z):
 
 @triton.jit
 def uniform(row_key, start, index):
-    """One number of 24 bits in [0, 1) per element `start + index` of the row. Like `reference.uniform`."""
+    """One number of 24 bits in [0, 1) per element `start + index` of the row. Like `draws.uniform`."""
     low = start.to(tl.uint32) + index.to(tl.uint32)
     carry = low < start.to(tl.uint32)
     high = (start >> 32).to(tl.uint64)

@@ -24,7 +24,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 
 LIBRARY = "_narrowcast_core"
 
 GRAIN = 1 << 18
-"""Elements that are worth a thread of their own: waking one costs what encoding about 100,000 elements does."""
+"""Elements that are worth a thread of their own. A guess on the safe side, not a measurement."""
 
 
 LARGE = 1 << 22

@@ -44,7 +44,7 @@ struct ByteOrder {
 #endif
 
 #if defined(__AVX512VBMI__)
-// The low BYTES bytes (a multiple of 8) of a register; masked stores are slow on Zen 4.
+// The low BYTES bytes (a multiple of 8) of a register, in plain stores.
 template <int BYTES>
 inline void store_low(__m512i x, uint8_t* out) {
     if constexpr (BYTES & 32) {

@@ -15,7 +15,7 @@ inline float clamp(float x, float low, float high) {
     return x > low ? x : low;
 }
 
-// Stochastic rounding's number in [0, 1) for each element of a row; see reference.uniform.
+// Stochastic rounding's number in [0, 1) for each element of a row; see ../draws.py.
 struct Dice {
     uint64_t row_key;
 
