@@ -25,5 +25,13 @@ class PayloadError(NarrowcastError, ValueError):
     """Encoded bytes do not fit the codec, shape or dtype they come with."""
 
 
+class CollectiveError(NarrowcastError, RuntimeError):
+    """A collective could not finish: a peer is gone, too late, or failed on its side."""
+
+
+class MismatchError(CollectiveError, ValueError):
+    """Ranks called the same collective with arguments that do not fit each other. Nothing was sent."""
+
+
 class KernelWarning(UserWarning):
     """The plain-torch reference runs where a compiled kernel could."""

@@ -1,0 +1,38 @@
+"""Memory that a lane uses again for each of its collectives.
+
+New memory costs a page fault every 4 KB, several times the cost of encoding into it. A lane runs one collective at a
+time, so that each of its buffers can serve them all. What is large beyond `KEEP` bytes in all is given back after the
+call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+KEEP = 256 << 20
+
+
+class Arena:
+    """Named buffers of bytes that grow as needed."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+
+    def take(self, name: str, nbytes: int, device: torch.device, *, pinned: bool = False) -> Tensor:
+        """`nbytes` of uninitialised memory. The same name shares its memory."""
+        key = name, device
+        found = self._buffers.get(key)
+        if found is None or found.numel() < nbytes:
+            self._buffers.pop(key, None)
+            found = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+            self._buffers[key] = found
+        return found[:nbytes]
+
+    def trim(self) -> None:
+        """Give back what is large, once a collective is over."""
+        if sum(buffer.numel() for buffer in self._buffers.values()) > KEEP:
+            self.clear()
+
+    def clear(self) -> None:
+        self._buffers.clear()

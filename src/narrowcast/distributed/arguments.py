@@ -1,0 +1,106 @@
+"""What collectives take, and in which words they refuse the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from narrowcast.codecs import checks
+from narrowcast.errors import CollectiveError, DtypeError, ShapeError, SpecError
+
+
+def group_of(group: dist.ProcessGroup | None, op: str) -> dist.ProcessGroup | None:
+    """The process group meant by `group`; None where this rank is not in it."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise CollectiveError(
+            f"{op}: there is no process group yet. Call torch.distributed.init_process_group() first, and start the "
+            "script with torchrun."
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            return None
+        raise ShapeError(f"group: {op} expected a ProcessGroup, got {type(group).__name__}.")
+    if c10d._rank_not_in_group(group):
+        return None
+    return group if group is not None else c10d._get_default_group()
+
+
+def tensor(value: object, name: str) -> Tensor:
+    """A dense float tensor, without its graph."""
+    checks.float_rows(value, name)  # type: ignore[arg-type]
+    assert isinstance(value, Tensor)
+    return value.detach()
+
+
+def tensors(values: object, name: str, count: int) -> list[Tensor]:
+    """A list of as many tensors as there are ranks, of one dtype on one device."""
+    if isinstance(values, Tensor) or not isinstance(values, Sequence):
+        raise DtypeError(f"{name}: expected a list of tensors, one per rank, got {type(values).__name__}.")
+    if len(values) != count:
+        raise ShapeError(f"{name}: the group has {count} ranks, the list {len(values)} tensors. Pass one per rank.")
+    found = [tensor(value, f"{name}[{i}]") for i, value in enumerate(values)]
+    for i, value in enumerate(found):
+        alike(found[0], value, f"{name}[0]", f"{name}[{i}]")
+    return found
+
+
+def alike(first: Tensor, second: Tensor, name: str, other: str) -> None:
+    """The tensors of one call have one dtype and are on one device."""
+    if first.dtype != second.dtype:
+        raise DtypeError(f"{other} is {second.dtype}, {name} is {first.dtype}: convert one with .to().")
+    if first.device != second.device:
+        raise ShapeError(f"{other} is on {second.device}, {name} on {first.device}: move one with .to().")
+
+
+def count(value: Tensor, numel: int, name: str, why: str) -> None:
+    if value.numel() != numel:
+        raise ShapeError(f"{name}: has {value.numel()} elements, needs {numel}: {why}.")
+
+
+def reduction(op: object, size: int, name: str) -> tuple[str, int]:
+    """The name of a reduction, and what its sum is divided by."""
+    if op == dist.ReduceOp.SUM:
+        return "sum", 1
+    if op == dist.ReduceOp.AVG:
+        return "avg", size
+    raise SpecError(
+        f"op={op!s}: {name} adds (ReduceOp.SUM) or averages (ReduceOp.AVG). Other reductions of quantized values have "
+        "no bound on their error, or are exact on the original only: use torch.distributed for them."
+    )
+
+
+def splits(sizes: Sequence[int] | None, rows: int, ranks: int, name: str, of: str) -> list[int]:
+    """How many of the `rows` of a tensor belong to each rank."""
+    if sizes is None or len(sizes) == 0:
+        if rows % ranks:
+            raise ShapeError(
+                f"{of}: its first dimension is {rows}, which {ranks} ranks cannot share evenly. Pass {name}=[...]."
+            )
+        return [rows // ranks] * ranks
+    if len(sizes) != ranks or any(not isinstance(size, int) or size < 0 for size in sizes):
+        raise ShapeError(f"{name}={list(sizes)}: expected {ranks} sizes of zero or more, one per rank.")
+    if sum(sizes) != rows:
+        raise ShapeError(f"{name}={list(sizes)}: adds up to {sum(sizes)}, but the first dimension of {of} is {rows}.")
+    return list(sizes)
+
+
+def member(rank: object, group: dist.ProcessGroup, name: str) -> int:
+    """The number in `group` of a global rank."""
+    ranks = dist.get_process_group_ranks(group)
+    if rank not in ranks:
+        raise ShapeError(f"{name}={rank!r}: not a rank of this group, which has the (global) ranks {ranks}.")
+    return ranks.index(rank)
+
+
+def one_of(rank: int | None, group_rank: int | None, group: dist.ProcessGroup, name: str, group_name: str) -> int:
+    """The number in `group` of a rank given by its global number or by its number in the group."""
+    if (rank is None) == (group_rank is None):
+        raise ShapeError(f"{name}={rank!r}, {group_name}={group_rank!r}: give one of the two.")
+    if group_rank is None:
+        return member(rank, group, name)
+    if not 0 <= group_rank < group.size():
+        raise ShapeError(f"{group_name}={group_rank!r}: this group has ranks 0 to {group.size() - 1}.")
+    return group_rank

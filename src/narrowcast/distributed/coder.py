@@ -1,0 +1,65 @@
+"""A codec at work in one collective: with its seed, its meter, and memory to encode into."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from narrowcast.codecs import Codec
+from narrowcast.distributed.arena import Arena
+from narrowcast.distributed.stats import Meter
+
+_ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: spreads small numbers over all bits
+
+
+class Coder:
+    """Encodes, decodes and sums rows, and counts what that costs."""
+
+    def __init__(self, codec: Codec, seed: int, meter: Meter, arena: Arena, device: torch.device) -> None:
+        self.codec = codec
+        self.meter = meter
+        self.arena = arena
+        self.device = device
+        self._seed = seed
+
+    def nbytes(self, rows: Tensor) -> int:
+        """The bytes that `rows` [count, numel] encode to."""
+        return len(rows) * self.codec.row_bytes(rows.shape[1])
+
+    def encode(self, rows: Tensor, out: Tensor, *key: int) -> Tensor:
+        """Encode `rows` [count, numel] into the bytes `out`. The key tells apart what is encoded in one collective."""
+        if rows.numel():
+            with self.meter.encode():
+                self.codec.encode(rows, self._seed_of(key), out=out.view(len(rows), -1))
+        return out
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        """Decode the bytes `data` into `out` [count, numel]."""
+        if out.numel():
+            with self.meter.decode():
+                self.codec.decode(data.view(len(out), -1), out.shape[1], out=out)
+
+    def sum(self, data: Tensor, own: Tensor, rank: int, divisor: int, out: Tensor) -> None:
+        """Sum the rows of all ranks into `out` [numel]; this rank's own is exact."""
+        if out.numel():
+            with self.meter.decode():
+                self.codec.decode_sum(data, out.numel(), own=own, own_rank=rank, divisor=divisor, out=out)
+
+    def sum_encode(self, data: Tensor, own: Tensor, rank: int, divisor: int, out: Tensor, *key: int) -> None:
+        """`sum`, encoded again, in one pass."""
+        if own.numel():
+            seed = self._seed_of(key)
+            with self.meter.decode():
+                self.codec.decode_sum_encode(data, own.numel(), seed, own=own, own_rank=rank, divisor=divisor, out=out)
+
+    def take(self, name: str, nbytes: int) -> Tensor:
+        return self.arena.take(name, nbytes, self.device)
+
+    def _seed_of(self, key: tuple[int, ...]) -> int:
+        if not self.codec.stochastic:
+            return 0
+        seed = self._seed
+        for word in key:
+            seed = ((seed ^ (word + 1)) * _ODD) % (1 << 64)
+            seed ^= seed >> 29
+        return seed >> 1

@@ -1,0 +1,164 @@
+"""send, recv, isend and irecv, with a codec.
+
+Sender and receiver compare their arguments before the data moves, so a message is on its way once both have called.
+Messages of one pair, direction and tag arrive in the order in which they were sent; others do not wait for each
+other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from narrowcast.codecs import codec as as_codec
+from narrowcast.distributed import arguments
+from narrowcast.distributed.agreement import Call
+from narrowcast.distributed.collectives import AnyCodec, _bytes, _common
+from narrowcast.distributed.exchange import Exchange
+from narrowcast.distributed.lane import Work
+from narrowcast.distributed.launch import launch, readable, writable
+from narrowcast.distributed.peers import pair_with
+from narrowcast.errors import ShapeError
+
+
+def send(
+    tensor: Tensor,
+    dst: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    *,
+    codec: AnyCodec = "int8",
+    seed: int | None = None,
+) -> None:
+    """Send `tensor` to rank `dst`, and return when it is on its way."""
+    _send(tensor, dst, group, tag, group_dst, codec, seed, "send", False)
+
+
+def isend(
+    tensor: Tensor,
+    dst: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    *,
+    codec: AnyCodec = "int8",
+    seed: int | None = None,
+) -> Work | None:
+    """`send` that returns a Work at once. The tensor must not change until it is done."""
+    return _send(tensor, dst, group, tag, group_dst, codec, seed, "isend", True)
+
+
+def recv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    codec: AnyCodec = "int8",
+) -> int:
+    """Receive from rank `src` into `tensor`, and return `src`, as torch does."""
+    _receive(tensor, src, group, tag, group_src, codec, "recv", False)
+    if src is not None:
+        return src
+    found = arguments.group_of(group, "recv")
+    return -1 if found is None or group_src is None else dist.get_global_rank(found, group_src)
+
+
+def irecv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    codec: AnyCodec = "int8",
+) -> Work | None:
+    """`recv` that returns a Work at once."""
+    return _receive(tensor, src, group, tag, group_src, codec, "irecv", True)
+
+
+def _send(
+    tensor: Tensor,
+    dst: int | None,
+    group: dist.ProcessGroup | None,
+    tag: int,
+    group_dst: int | None,
+    codec: AnyCodec,
+    seed: int | None,
+    name: str,
+    async_op: bool,
+) -> Work | None:
+    found = arguments.group_of(group, name)
+    if found is None:
+        return None
+    source = readable(arguments.tensor(tensor, "tensor"))
+    peer = _other(arguments.one_of(dst, group_dst, found, "dst", "group_dst"), found, "dst")
+    chosen = as_codec(codec)
+    pair = pair_with(found, source.device, peer, (found.rank(), peer, _tag(tag)))
+    rows = chosen.as_rows(source)
+
+    def protocol(exchange: Exchange) -> None:
+        nbytes = exchange.coder.nbytes(rows)
+        data = exchange.coder.encode(rows, exchange.coder.take("outbox", nbytes))
+        sizes = [0 if rank == exchange.rank else nbytes for rank in range(2)]
+        exchange.open(lambda rank, turn: data, sizes, [data[:0]] * 2)
+
+    call = _message(chosen, source, found.rank(), peer, tag, found)
+    return launch(
+        pair, call, protocol, [tensor], [source], name=name, plain_bytes=_bytes(source), async_op=async_op, seed=seed
+    )
+
+
+def _receive(
+    tensor: Tensor,
+    src: int | None,
+    group: dist.ProcessGroup | None,
+    tag: int,
+    group_src: int | None,
+    codec: AnyCodec,
+    name: str,
+    async_op: bool,
+) -> Work | None:
+    found = arguments.group_of(group, name)
+    if found is None:
+        return None
+    target = arguments.tensor(tensor, "tensor")
+    if src is None and group_src is None:
+        raise ShapeError(f"src=None: {name} with a codec needs to know the sender, which must agree on it. Pass src=.")
+    peer = _other(arguments.one_of(src, group_src, found, "src", "group_src"), found, "src")
+    chosen = as_codec(codec)
+    pair = pair_with(found, target.device, peer, (peer, found.rank(), _tag(tag)))
+    home, bring_home = writable(target)
+    rows = chosen.as_rows(home)
+
+    def protocol(exchange: Exchange) -> None:
+        data = exchange.coder.take("inbox", exchange.coder.nbytes(rows))
+        incoming = [data[:0] if rank == exchange.rank else data for rank in range(2)]
+        exchange.open(lambda rank, turn: data, [0, 0], incoming)
+        exchange.coder.decode(data, rows)
+        bring_home()
+
+    call = _message(chosen, target, peer, found.rank(), tag, found)
+    return launch(pair, call, protocol, [tensor], [home], name=name, plain_bytes=0, async_op=async_op, seed=0)
+
+
+def _message(codec: Any, tensor: Tensor, source: int, target: int, tag: int, group: dist.ProcessGroup) -> Call:
+    ranks = dist.get_process_group_ranks(group)
+    words = f"{_common(tensor, codec)}, numel={tensor.numel()}, from={ranks[source]}, to={ranks[target]}, tag={tag}"
+    return Call("message", codec, words)
+
+
+def _other(peer: int, group: dist.ProcessGroup, name: str) -> int:
+    if peer == group.rank():
+        raise ShapeError(f"{name}: is this rank itself. A message goes to another rank; copy the tensor instead.")
+    return peer
+
+
+def _tag(tag: object) -> int:
+    if isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
+        raise ShapeError(f"tag={tag!r}: a tag is an integer of zero or more.")
+    return tag
