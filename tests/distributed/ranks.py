@@ -9,6 +9,7 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import socket
 import tempfile
 import time
 import traceback
@@ -42,9 +43,10 @@ def run(
     timeout: float = 60.0,
     group_timeout: float = 30.0,
     init: bool = True,
+    tcp: bool = False,
 ) -> list[Any]:
     """Run `function(rank, *args)` on `world` ranks and return what each returned; the first error is raised."""
-    outcomes = outcomes_of(world, function, *args, timeout=timeout, group_timeout=group_timeout, init=init)
+    outcomes = outcomes_of(world, function, *args, timeout=timeout, group_timeout=group_timeout, init=init, tcp=tcp)
     for rank, outcome in enumerate(outcomes):
         if outcome.error is not None:
             raise AssertionError(f"rank {rank} of {world}:\n{outcome.trace}") from outcome.error
@@ -59,15 +61,20 @@ def outcomes_of(
     timeout: float = 60.0,
     group_timeout: float = 30.0,
     init: bool = True,
+    tcp: bool = False,
     meanwhile: Callable[[list[Any]], None] | None = None,
 ) -> list[Outcome]:
-    """What became of every rank. `meanwhile(processes)` runs here while they do; none may outlive `timeout` seconds."""
+    """What became of every rank. `meanwhile(processes)` runs here while they do; none may outlive `timeout` seconds.
+
+    The group's store is a file, or with `tcp` a server in the process of rank 0.
+    """
     with tempfile.TemporaryDirectory() as folder:
         outcomes = [Outcome() for _ in range(world)]
+        method = f"tcp://127.0.0.1:{free_port()}" if tcp else f"file://{folder}/store"
         pipes, processes = [], []
         for rank in range(world):
             here, there = _context.Pipe(duplex=False)
-            target = (rank, world, f"{folder}/store", group_timeout, init, there, function, args)
+            target = (rank, world, method, group_timeout, init, there, function, args)
             process = _context.Process(target=_main, args=target, daemon=True)
             process.start()
             there.close()
@@ -82,6 +89,12 @@ def outcomes_of(
                 process.kill()
                 process.join()
     return outcomes
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _collect(pipes: list[Connection], processes: list[Any], outcomes: list[Outcome], deadline: float) -> None:
@@ -103,7 +116,7 @@ def _collect(pipes: list[Connection], processes: list[Any], outcomes: list[Outco
 
 
 def _main(
-    rank: int, world: int, store: str, group_timeout: float, init: bool, pipe: Connection, function: Any, args: Any
+    rank: int, world: int, method: str, group_timeout: float, init: bool, pipe: Connection, function: Any, args: Any
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
@@ -111,7 +124,7 @@ def _main(
     try:
         if init:
             limit = datetime.timedelta(seconds=group_timeout)
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+            dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world, timeout=limit)
             start = time.monotonic()
         outcome.value = function(rank, *args)
     except BaseException as error:

@@ -5,6 +5,7 @@ from narrowcast import distributed as ncd
 ncd.all_reduce(tensor, codec="int8")    # under torchrun, after init_process_group()
 """
 
+from narrowcast.distributed import functional
 from narrowcast.distributed.collectives import (
     all_gather,
     all_gather_into_tensor,
@@ -28,6 +29,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_single",
     "broadcast",
+    "functional",
     "irecv",
     "isend",
     "recv",

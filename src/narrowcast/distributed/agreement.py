@@ -9,6 +9,7 @@ all of them reach the same verdict, and `MismatchError` reads the same everywher
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import struct
@@ -52,23 +53,30 @@ class Call:
         return text
 
     def header(self, number: int, ranks: int) -> bytes:
-        common = f"{self.op}(codec={_short(self.codec.spec)}, {self.words})"
-        meant = json.dumps([self.op, self.codec.config(), self.words], sort_keys=True)
-        digest = hashlib.blake2b(meant.encode(), digest_size=16).digest()
+        digest, common = _digest(self.op, self.codec, self.words)
         counts = [*(self.send or (0,) * ranks), *(self.receive or (0,) * ranks)]
-        return _FIXED.pack(number, digest, common.encode()[:200]) + struct.pack(f"<{2 * ranks}q", *counts)
+        return _FIXED.pack(number, digest, common) + struct.pack(f"<{2 * ranks}q", *counts)
 
 
-def check(headers: Sequence[bytes], ranks: Sequence[int]) -> None:
-    """Raise `MismatchError` unless the headers of all `ranks` (by their global numbers) fit together."""
-    first = headers[0][:FIXED_BYTES]
-    if any(header[:FIXED_BYTES] != first for header in headers):
-        raise MismatchError(_differing(headers, ranks))
-    counts = np.frombuffer(b"".join(header[FIXED_BYTES:] for header in headers), "<i8")
-    send, receive = counts.reshape(len(headers), 2, len(headers)).swapaxes(0, 1)
+@functools.lru_cache(maxsize=1024)
+def _digest(op: str, codec: Codec, words: str) -> tuple[bytes, bytes]:
+    """What must be equal, in few bytes and in words."""
+    meant = json.dumps([op, codec.config(), words], sort_keys=True)
+    common = f"{op}(codec={_short(codec.spec)}, {words})"
+    return hashlib.blake2b(meant.encode(), digest_size=16).digest(), common.encode()[:200]
+
+
+def check(table: npt.NDArray[np.uint8], ranks: Sequence[int]) -> None:
+    """Raise `MismatchError` unless the headers (one per row) of all `ranks` (global numbers) fit together."""
+    if (table[:, :FIXED_BYTES] != table[0, :FIXED_BYTES]).any():
+        raise MismatchError(_differing([header.tobytes() for header in table], ranks))
+    if not table[:, FIXED_BYTES:].any():
+        return
+    counts = table[:, FIXED_BYTES:].copy().view("<i8")
+    send, receive = counts.reshape(len(ranks), 2, len(ranks)).swapaxes(0, 1)
     wrong = np.argwhere(send != receive.T)
     if len(wrong):
-        raise MismatchError(_uneven(_text(headers[0]), send, receive, wrong, ranks))
+        raise MismatchError(_uneven(_text(table[0].tobytes()), send, receive, wrong, ranks))
 
 
 def _differing(headers: Sequence[bytes], ranks: Sequence[int]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from narrowcast.codecs import checks
+from narrowcast.codecs import Codec, checks
 from narrowcast.errors import CollectiveError, DtypeError, ShapeError, SpecError
 
 
@@ -55,6 +56,16 @@ def alike(first: Tensor, second: Tensor, name: str, other: str) -> None:
         raise ShapeError(f"{other} is on {second.device}, {name} on {first.device}: move one with .to().")
 
 
+def rows_alike(values: Sequence[Tensor], codec: Codec) -> None:
+    """With block=row, tensors of one dimension are a row each; others have rows of the one length that ranks agree on."""
+    lengths = sorted({str(value.shape[-1]) if value.dim() > 1 else "all its" for value in values})
+    if codec.block == "row" and len(lengths) > 1:
+        raise ShapeError(
+            f"codec={codec.spec!r}: each vector of the last dimension is a row, and the tensors of one call have rows "
+            f"of {' and '.join(lengths)} elements. Give them one last dimension with .view()."
+        )
+
+
 def count(value: Tensor, numel: int, name: str, why: str) -> None:
     if value.numel() != numel:
         raise ShapeError(f"{name}: has {value.numel()} elements, needs {numel}: {why}.")
@@ -80,11 +91,15 @@ def splits(sizes: Sequence[int] | None, rows: int, ranks: int, name: str, of: st
                 f"{of}: its first dimension is {rows}, which {ranks} ranks cannot share evenly. Pass {name}=[...]."
             )
         return [rows // ranks] * ranks
-    if len(sizes) != ranks or any(not isinstance(size, int) or size < 0 for size in sizes):
-        raise ShapeError(f"{name}={list(sizes)}: expected {ranks} sizes of zero or more, one per rank.")
+    try:
+        sizes = [operator.index(size) for size in sizes]
+    except TypeError as error:
+        raise ShapeError(f"{name}={list(sizes)}: split sizes are whole numbers.") from error
+    if len(sizes) != ranks or min(sizes) < 0:
+        raise ShapeError(f"{name}={sizes}: expected {ranks} sizes of zero or more, one per rank.")
     if sum(sizes) != rows:
-        raise ShapeError(f"{name}={list(sizes)}: adds up to {sum(sizes)}, but the first dimension of {of} is {rows}.")
-    return list(sizes)
+        raise ShapeError(f"{name}={sizes}: adds up to {sum(sizes)}, but the first dimension of {of} is {rows}.")
+    return sizes
 
 
 def member(rank: object, group: dist.ProcessGroup, name: str) -> int:

@@ -22,11 +22,13 @@ from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.lane import Work
 from narrowcast.distributed.launch import launch, readable, writable
 from narrowcast.distributed.peers import peers_of
+from narrowcast.distributed.uncompiled import uncompiled
 
 AnyCodec = str | Codec | Mapping[str, Any]
 SUM = dist.ReduceOp.SUM
 
 
+@uncompiled
 def all_reduce(
     tensor: Tensor,
     op: Any = SUM,
@@ -64,6 +66,7 @@ def all_reduce(
     return launch(peers, call, protocol, [tensor], [data], plain_bytes=plain, async_op=async_op, seed=seed)
 
 
+@uncompiled
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
@@ -85,6 +88,7 @@ def reduce_scatter(
     return _reduce_scatter("reduce_scatter", output, parts, op, found, async_op, as_codec(codec), seed)
 
 
+@uncompiled
 def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
@@ -134,6 +138,7 @@ def _reduce_scatter(
     return launch(peers, call, protocol, [output], rows, plain_bytes=plain, async_op=async_op, seed=seed)
 
 
+@uncompiled
 def all_gather(
     tensor_list: Sequence[Tensor],
     tensor: Tensor,
@@ -154,6 +159,7 @@ def all_gather(
     return _all_gather("all_gather", list(tensor_list), outputs, source, found, async_op, as_codec(codec), seed)
 
 
+@uncompiled
 def all_gather_into_tensor(
     output: Tensor,
     input: Tensor,
@@ -187,6 +193,7 @@ def _all_gather(
     seed: int | None,
     after: Callable[[], object] = lambda: None,
 ) -> Work | None:
+    arguments.rows_alike([source, *outputs], codec)
     peers = peers_of(group, source.device)
     mine = codec.as_rows(readable(source))
     homes = [writable(output) for output in outputs]
@@ -207,6 +214,7 @@ def _all_gather(
     return launch(peers, call, protocol, written, [mine], plain_bytes=plain, async_op=async_op, seed=seed)
 
 
+@uncompiled
 def all_to_all(
     output_tensor_list: Sequence[Tensor],
     input_tensor_list: Sequence[Tensor],
@@ -230,6 +238,7 @@ def all_to_all(
     return _all_to_all("all_to_all", written, outputs, inputs, found, async_op, as_codec(codec), seed)
 
 
+@uncompiled
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -250,9 +259,9 @@ def all_to_all_single(
         return None
     source, target = arguments.tensor(input, "input"), arguments.tensor(output, "output")
     arguments.alike(source, target, "input", "output")
-    rows_in, rows_out = (t.shape[0] if t.dim() else 1 for t in (source, target))
-    sent = arguments.splits(input_split_sizes, rows_in, found.size(), "input_split_sizes", "input")
-    expected = arguments.splits(output_split_sizes, rows_out, found.size(), "output_split_sizes", "output")
+    source, target = (t if t.dim() else t.view(1) for t in (source, target))
+    sent = arguments.splits(input_split_sizes, len(source), found.size(), "input_split_sizes", "input")
+    expected = arguments.splits(output_split_sizes, len(target), found.size(), "output_split_sizes", "output")
     data, bring_home = writable(target)
     outputs, inputs = list(data.split(expected)), list(readable(source).split(sent))
     name = "all_to_all_single"
@@ -272,6 +281,7 @@ def _all_to_all(
 ) -> Work | None:
     rank = group.rank()
     arguments.count(outputs[rank], inputs[rank].numel(), f"the output for rank {rank} itself", "what it sends itself")
+    arguments.rows_alike([*inputs, *outputs], codec)
     peers = peers_of(group, inputs[0].device)
     rows_in = [codec.as_rows(readable(piece)) for piece in inputs]
     homes = [writable(piece) for piece in outputs]
@@ -293,6 +303,7 @@ def _all_to_all(
     return launch(peers, call, protocol, written, rows_in, plain_bytes=plain, async_op=async_op, seed=seed)
 
 
+@uncompiled
 def broadcast(
     tensor: Tensor,
     src: int | None = None,
@@ -330,6 +341,6 @@ def _bytes(tensor: Tensor) -> int:
 def _common(tensor: Tensor, codec: Codec | None = None) -> str:
     """What every rank's tensors must have in common, in words; with block=row also the length of a row."""
     words = f"dtype={str(tensor.dtype).removeprefix('torch.')}"
-    if codec is not None and codec.block == "row" and tensor.dim():
+    if codec is not None and codec.block == "row" and tensor.dim() > 1:
         words += f", row={tensor.shape[-1]}"
     return words

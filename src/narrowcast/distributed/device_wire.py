@@ -12,6 +12,7 @@ Two ways, both with the interface of `Wire`:
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,36 +33,50 @@ class StagedWire:
         self.turns, self.eager = host.turns, host.eager
         self._device = device
         self._arena = Arena()
+        self._expected: deque[tuple[Sequence[Tensor], Sequence[Tensor]]] = deque()
 
     def agree(
-        self, header: Tensor, eager: Callable[[int], Tensor | None], meanwhile: Callable[[], None]
-    ) -> Sequence[Tensor]:
+        self,
+        header: Tensor,
+        eager: Callable[[int], Tensor | None],
+        incoming: Sequence[Tensor],
+        meanwhile: Callable[[], None],
+    ) -> None:
         def fetched(peer: int) -> Tensor | None:
             row = eager(peer)
             return None if row is None else row.cpu()
 
-        return self.host.agree(header, fetched, meanwhile)
+        self.host.agree(header, fetched, incoming, meanwhile)
+
+    def expect(self, incoming: Sequence[Tensor]) -> None:
+        sizes = [len(row) for row in incoming]
+        twins = self._pinned(f"inbox {len(self._expected)}", sum(sizes)).split(sizes)
+        self._expected.append((incoming, twins))
+        self.host.expect(twins)
 
     def rounds(
-        self, outgoing: Callable[[int, int], Tensor], incoming: Sequence[Tensor], arrived: Callable[[int], None]
+        self, outgoing: Callable[[int, int], Tensor], arrived: Callable[[int], None], at_once: bool = False
     ) -> None:
-        sizes = [len(row) for row in incoming]
-        inbox = self._pinned("inbox", sum(sizes)).split(sizes)
+        incoming, twins = self._expected.popleft()
 
         def fetched(peer: int, turn: int) -> Tensor:
             row = outgoing(peer, turn)
-            twin = self._pinned(f"outbox {turn % self.turns}", len(row))
+            twin = self._pinned(f"outbox {turn if at_once else turn % self.turns}", len(row))
             return twin.copy_(row)  # blocks until the row is here
 
         def delivered(peer: int) -> None:
-            incoming[peer].copy_(inbox[peer], non_blocking=True)
+            if peer != self.rank:
+                incoming[peer].copy_(twins[peer], non_blocking=True)
             arrived(peer)
 
-        self.host.rounds(fetched, inbox, delivered)
+        self.host.rounds(fetched, delivered, at_once)
         torch.cuda.current_stream(self._device).synchronize()  # the pinned memory is used again by the next call
 
-    def close(self) -> None:
-        self.host.close()
+    def close(self, last_words: bytes = b"") -> None:
+        self.host.close(last_words)
+
+    def last_words(self, peer: int) -> bytes:
+        return self.host.last_words(peer)
 
     def leak(self) -> None:
         self.host.leak()
@@ -83,32 +98,44 @@ class NcclWire:
         options._timeout = control.timeout
         self._group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), self.rank, self.size, options)
         self._agreed: set[bytes] = set()
+        self._expected: deque[Sequence[Tensor]] = deque()
         self._always = os.environ.get("NARROWCAST_DEBUG", "0") not in ("", "0")
 
     def agree(
-        self, header: Tensor, eager: Callable[[int], Tensor | None], meanwhile: Callable[[], None]
-    ) -> Sequence[Tensor]:
+        self,
+        header: Tensor,
+        eager: Callable[[int], Tensor | None],
+        incoming: Sequence[Tensor],
+        meanwhile: Callable[[], None],
+    ) -> None:
         meanwhile()
         unnumbered = bytes(header[8:].numpy())
         if self._always or unnumbered not in self._agreed:
-            self.control.agree(header, lambda peer: None, lambda: None)
+            self.control.agree(header, lambda peer: None, [header[:0]] * self.size, lambda: None)
             self._agreed.add(unnumbered)
-        return [header[:0]] * self.size
+
+    def expect(self, incoming: Sequence[Tensor]) -> None:
+        self._expected.append(incoming)
 
     def rounds(
-        self, outgoing: Callable[[int, int], Tensor], incoming: Sequence[Tensor], arrived: Callable[[int], None]
+        self, outgoing: Callable[[int, int], Tensor], arrived: Callable[[int], None], at_once: bool = False
     ) -> None:
+        incoming = self._expected.popleft()
         order = [(self.rank + i) % self.size for i in range(1, self.size)]
         rows = [incoming[self.rank][:0]] * self.size
         for turn, peer in enumerate(order):
             rows[peer] = outgoing(peer, turn)
-        self._group.alltoall(list(incoming), rows).wait()  # makes the stream wait, not the host
+        into = [row if peer != self.rank else row[:0] for peer, row in enumerate(incoming)]
+        self._group.alltoall(into, rows).wait()  # makes the stream wait, not the host
         for peer in (self.rank, *order):
             arrived(peer)
 
-    def close(self) -> None:
-        self.control.close()
+    def close(self, last_words: bytes = b"") -> None:
+        self.control.close(last_words)
         self._group.abort()
+
+    def last_words(self, peer: int) -> bytes:
+        return self.control.last_words(peer)
 
     def leak(self) -> None:
         self.control.leak()

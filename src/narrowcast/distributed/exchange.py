@@ -30,12 +30,13 @@ class Exchange:
         sizes: Sequence[int],
         incoming: Sequence[Tensor],
         arrived: Callable[[int], None] = lambda peer: None,
+        shared: Sequence[Tensor] = (),
     ) -> None:
         """Agree with all ranks, and exchange a row with each.
 
         `outgoing(peer, turn)` makes the `sizes[peer]` bytes for a peer, in memory that is its own for `wire.turns`
         turns. `incoming[peer]` is filled with that peer's row, then `arrived(peer)` is called: never before all ranks
-        agree.
+        agree. `shared` are the rows of a `share` that follows: saying so now saves a trip.
         """
         small = self.wire.eager
         first: list[Tensor] = []
@@ -53,21 +54,19 @@ class Exchange:
                 return self._nothing
             return first.pop() if turn == 0 else outgoing(peer, turn)
 
-        room = self.wire.agree(self._header, along, meanwhile)
-        later = list(incoming)
-        for peer, row in enumerate(incoming):
-            if peer != self.rank and len(row) <= small:
-                row.copy_(room[peer][: len(row)])
-                later[peer] = row[:0]
+        self.wire.agree(self._header, along, incoming, meanwhile)
+        self.wire.expect([row[:0] if len(row) <= small else row for row in incoming])
+        if shared:
+            self.wire.expect(shared)
         self._count(self._header.numel() * (self.size - 1) + sum(sizes) - sizes[self.rank])
-        self.wire.rounds(rest, later, arrived)
+        self.wire.rounds(rest, arrived)
 
     def share(self, rows: Sequence[Tensor], arrived: Callable[[int], None], skip: int = -1) -> None:
-        """Send this rank's row of `rows` to all others (but `skip`), and fill the other rows with theirs."""
+        """Send this rank's row of `rows` to all others (but `skip`); the other rows are filled with theirs."""
         mine = rows[self.rank]
-        incoming = [row[:0] for row in rows] if self.rank == skip else list(rows)
         self._count(mine.numel() * (self.size - 1 - (0 <= skip != self.rank)))
-        self.wire.rounds(lambda peer, turn: self._nothing if peer == skip else mine, incoming, arrived)
+        at_once = max(len(row) for row in rows) <= self.wire.eager
+        self.wire.rounds(lambda peer, turn: self._nothing if peer == skip else mine, arrived, at_once)
 
     def _count(self, nbytes: int) -> None:
         self.coder.meter.sent_bytes += nbytes

@@ -29,6 +29,7 @@ from narrowcast.distributed.launch import perform, seed_of, start, writable
 from narrowcast.distributed.peers import peers_of
 from narrowcast.distributed.stats import span
 from narrowcast.errors import ShapeError
+from narrowcast.kernels import casts
 
 LOSSLESS = {torch.float32: "raw", torch.float64: "raw", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -59,7 +60,7 @@ def all_reduce_over_mesh(
             mine = torch.empty_like(parts[within.rank()], dtype=torch.float32)
             _add_within(parts, mine, within, near, near_number)
             _add_between(mine, between, far, number, divisor, word)
-            parts[within.rank()].copy_(mine)
+            parts[within.rank()].copy_(casts.cast_output(mine, target.dtype))
             _gather_within(parts, within, near, near_number)
             bring_home()
         return [tensor]
@@ -73,7 +74,7 @@ def _add_within(parts: Any, mine: Tensor, group: dist.ProcessGroup, codec: Codec
         if exchange.size > 1:
             two_stage.reduce_scatter(exchange, parts, mine, 1)
         else:
-            mine.copy_(parts[0])
+            mine.copy_(casts.to_float32(parts[0]))
 
     numel = sum(len(part) for part in parts)
     call = Call("all_reduce within hosts", codec, f"dtype={parts[0].dtype}, numel={numel}")

@@ -16,6 +16,7 @@ from narrowcast.distributed.lane import Job, Work
 from narrowcast.distributed.peers import Peers
 from narrowcast.distributed.stats import Meter, profiling, span
 from narrowcast.distributed.wire import Wire
+from narrowcast.errors import ShapeError
 
 
 def launch(
@@ -96,6 +97,11 @@ def writable(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
     """A contiguous tensor with the same values to write into, and what then brings them home."""
     if tensor.is_contiguous() and not tensor.is_neg():
         return tensor, lambda: None
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise ShapeError(
+            f"a tensor of shape {tuple(tensor.shape)} is to be written to, but its elements share memory: it was made "
+            "by expand(). Pass tensor.clone()."
+        )
     twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return twin, lambda: tensor.copy_(twin)
 

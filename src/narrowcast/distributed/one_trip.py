@@ -70,6 +70,7 @@ def broadcast(exchange: Exchange, rows: Tensor, root: int) -> None:
         none = [piece[:0] for piece in pieces]
         sizes = [len(piece) if rank == root != peer else 0 for peer, piece in enumerate(pieces)]
         incoming = [pieces[rank] if peer == root != rank else none[peer] for peer in range(size)]
-        exchange.open(lambda peer, turn: pieces[peer], sizes, incoming)
+        shared = none if rank == root else pieces
+        exchange.open(lambda peer, turn: pieces[peer], sizes, incoming, shared=shared)
         exchange.share(pieces, lambda peer: None, skip=root)
     coder.decode(data, rows)

@@ -7,22 +7,22 @@ A failure is handled in one way, whatever it was. The rank that notices writes d
 first one to write is believed by all), breaks its connections, and raises; every peer that waits for it loses its
 connection, reads the same record, and raises the same. Then:
 
-- A rank that raised, or that was late, is there: the next collective makes a new wire, and goes on. A rank which had
-  finished the failed call before the others notices in its next one, and repeats that one on the new wire.
-- A rank that is gone stays gone: every later collective of the group raises at once. So it does when the
-  new wire cannot be made within the group's timeout.
+- A rank that raised, or that was late, may be there: the next collective makes a new wire, and goes on. A rank which
+  had finished the failed call before the others notices in its next one, and repeats that one on the new wire.
+- A rank that is gone stays gone: every later collective of the group raises at once.
+
+The store may be out of reach, with the process that hosts it. So what a rank saw also goes to all peers over the wire,
+as its last words before it breaks the connections.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -31,43 +31,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from narrowcast.distributed.arena import Arena
+from narrowcast.distributed.board import Board, Failure
 from narrowcast.distributed.lane import Lane
-from narrowcast.distributed.wire import HostWire, Wire, WireError
+from narrowcast.distributed.wire import HostWire, Wire, WireError, brief
 from narrowcast.errors import CollectiveError, MismatchError
 
 T = TypeVar("T")
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Peers]] = weakref.WeakKeyDictionary()
-_counts: dict[str, int] = {}
 _lock = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What went wrong, as the first rank that noticed wrote it down."""
-
-    kind: str
-    """"raised", "late" or "gone"."""
-    rank: int
-    seen_by: int
-    number: int
-    op: str
-    reason: str
-
-    def message(self, op: str, timeout: timedelta) -> str:
-        where = op if op == self.op else f"{op} (after {self.op})"
-        if self.kind == "raised":
-            return f"{where}: rank {self.rank} failed in it: {self.reason}. The other ranks gave it up, too."
-        if self.kind == "late":
-            return (
-                f"{where}: rank {self.rank} did not answer rank {self.seen_by} within {timeout.total_seconds():g} s, "
-                f"the timeout of the group ({self.reason}). It is stopped, busy, or makes other calls. If it only "
-                "needs longer, pass a longer timeout= to init_process_group()."
-            )
-        return (
-            f"{where}: rank {self.rank} is gone, as rank {self.seen_by} saw ({self.reason}). Its own output says why. "
-            "This group cannot go on: start the job again, or make a new group of the ranks that are left."
-        )
 
 
 class Peers:
@@ -84,7 +56,8 @@ class Peers:
         self.lane = Lane(f"narrowcast {name}")
         self.arena = Arena()
         store: Any = c10d._get_process_group_store(group)
-        self._store = dist.PrefixStore(f"narrowcast/{name}", store.clone())
+        self._board = Board(dist.PrefixStore(f"narrowcast/{name}", store.clone()), rank, ranks, self.timeout)
+        self._closing = threading.Event()
         self._wire: Wire | None = None
         self._generation = 0
         self._calls = 0
@@ -107,16 +80,17 @@ class Peers:
         while True:
             if self._broken is not None:
                 raise CollectiveError(f"{op}: {self._broken}")
-            wire = self._wire or self._connect(op)
             try:
-                return protocol(wire, self._calls)
+                return protocol(self._wire or self._connect(), self._calls)
             except MismatchError:
                 raise  # every rank came to it, and every message was read: the wire is as good as before
             except WireError as error:
+                if self._closing.is_set():
+                    continue
                 cause: BaseException = error
-                failure = self._fail("late" if error.late else "gone", self.ranks[error.peer], op, str(error))
+                failure = self._fail(error.kind, error.peer, op, str(error))
             except BaseException as error:
-                self._fail("raised", self.ranks[self.rank], op, f"{type(error).__name__}: {error}")
+                self._fail("raised", self.rank, op, f"{type(error).__name__}: {error}")
                 raise
             if failure.kind == "gone":
                 self._broken = failure.message(failure.op, self.timeout)
@@ -129,9 +103,11 @@ class Peers:
         if os.getpid() != self._pid:
             return
         self._broken = self._broken or reason
+        self._closing.set()
         wire, self._wire = self._wire, None
         if wire is not None and self.lane.busy:
-            wire.close()
+            here = self.ranks[self.rank]
+            wire.close(Failure("gone", here, here, self._calls, "a collective", reason).to_bytes())
         self.lane.close(reason)
         self.arena.clear()
 
@@ -142,58 +118,36 @@ class Peers:
 
     # -- making and breaking the wire -----------------------------------------------------------------------------
 
-    def _connect(self, op: str) -> Wire:
-        here = dist.PrefixStore(f"{self._generation}", self._store)
+    def _connect(self) -> Wire:
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        trouble = self._board.meet(self._generation, self._closing)
+        if trouble:
+            raise WireError(self.rank, trouble, "unmet")
+        left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
-            here.set(f"here/{self.rank}", "1")
-            self._wire = self._make_wire(here)
+            self._wire = self._make_wire(self._board.page(self._generation), left)
         except RuntimeError as error:
-            missing = self._missing(here)
-            who = f"rank(s) {', '.join(map(str, missing))} did not come" if missing else "the connection failed"
-            self._broken = (
-                f"{who} to make the connections of group {self.name!r} within {self.timeout.total_seconds():g} s. "
-                "Every rank of the group must make the same calls in the same order."
-            )
-            raise CollectiveError(f"{op}: {self._broken} ({str(error).splitlines()[0]})") from error
+            raise WireError(self.rank, brief(error), "unmet") from error
         return self._wire
 
-    def _make_wire(self, store: dist.Store) -> Wire:
-        host = HostWire(store, self.rank, self.ranks, self.timeout)
+    def _make_wire(self, store: dist.Store, within: timedelta) -> Wire:
+        host = HostWire(store, self.rank, self.ranks, self.timeout, within)
         if self.device.type != "cuda":
             return host
         from narrowcast.distributed.device_wire import NcclWire, StagedWire
 
         return NcclWire(host, store) if self.nccl else StagedWire(host, self.device)
 
-    def _missing(self, here: dist.Store) -> list[int]:
-        def look() -> list[int]:
-            return [rank for i, rank in enumerate(self.ranks) if not here.check([f"here/{i}"])]
-
-        return self._briefly(look, [])
-
-    def _fail(self, kind: str, rank: int, op: str, reason: str) -> Failure:
+    def _fail(self, kind: str, peer: int, op: str, reason: str) -> Failure:
         """Write down a failure, break the wire, and return the failure that all ranks believe in."""
-        mine = Failure(kind, rank, self.ranks[self.rank], self._calls, op, reason)
-        key, text = f"{self._generation}/failure", json.dumps(asdict(mine))
-        told = self._briefly(lambda: self._store.compare_set(key, "", text), text.encode())
         wire, self._wire = self._wire, None
+        heard = wire.last_words(peer) if wire is not None and kind == "gone" else b""
+        seen = Failure(kind, self.ranks[peer], self.ranks[self.rank], self._calls, op, reason)
+        failure = self._board.report(self._generation, Failure.from_bytes(heard) if heard else seen)
         self._generation += 1
         if wire is not None:
-            wire.close()
-        return Failure(**json.loads(told))
-
-    def _briefly(self, action: Callable[[], T], otherwise: T) -> T:
-        """The result of an action on the store, whose own host may be stopped or dead: then it is not waited for."""
-        results: list[T] = []
-
-        def attempt() -> None:
-            with contextlib.suppress(Exception):
-                results.append(action())
-
-        thread = threading.Thread(target=attempt, name="narrowcast store", daemon=True)
-        thread.start()
-        thread.join(min(0.5, 0.05 * self.timeout.total_seconds()))
-        return results[0] if results else otherwise
+            wire.close(failure.to_bytes())
+        return failure
 
 
 def peers_of(group: dist.ProcessGroup, device: torch.device, purpose: object = "collectives") -> Peers:
@@ -221,11 +175,9 @@ def pair_with(group: dist.ProcessGroup, device: torch.device, peer: int, way: tu
 
 
 def _make(group: dist.ProcessGroup, device: torch.device, purpose: str, rank: int, ranks: list[int]) -> Peers:
-    """New peers. The count keeps a group that is made again under an old name apart from the old one's keys."""
-    name = f"{group.group_name} {purpose} {device.type}"
-    _counts[name] = count = _counts.get(name, 0) + 1
-    made = Peers(f"{name} {count}", group, device, rank, ranks)
-    weakref.finalize(group, made.close, "the process group was destroyed")
+    made = Peers(f"{group.group_name} {purpose} {device.type}", group, device, rank, ranks)
+    # torch lets go of a group's store when the group is destroyed, even while the caller still holds the group.
+    weakref.finalize(c10d._get_process_group_store(group), made.close, "the process group was destroyed")
     return made
 
 

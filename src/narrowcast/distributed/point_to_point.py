@@ -20,9 +20,11 @@ from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.lane import Work
 from narrowcast.distributed.launch import launch, readable, writable
 from narrowcast.distributed.peers import pair_with
+from narrowcast.distributed.uncompiled import uncompiled
 from narrowcast.errors import ShapeError
 
 
+@uncompiled
 def send(
     tensor: Tensor,
     dst: int | None = None,
@@ -37,6 +39,7 @@ def send(
     _send(tensor, dst, group, tag, group_dst, codec, seed, "send", False)
 
 
+@uncompiled
 def isend(
     tensor: Tensor,
     dst: int | None = None,
@@ -51,6 +54,7 @@ def isend(
     return _send(tensor, dst, group, tag, group_dst, codec, seed, "isend", True)
 
 
+@uncompiled
 def recv(
     tensor: Tensor,
     src: int | None = None,
@@ -60,14 +64,15 @@ def recv(
     *,
     codec: AnyCodec = "int8",
 ) -> int:
-    """Receive from rank `src` into `tensor`, and return `src`, as torch does."""
-    _receive(tensor, src, group, tag, group_src, codec, "recv", False)
-    if src is not None:
-        return src
+    """Receive from rank `src` into `tensor`, and return `src`: as in torch, -1 on a rank that is not in the group."""
     found = arguments.group_of(group, "recv")
-    return -1 if found is None or group_src is None else dist.get_global_rank(found, group_src)
+    if found is None:
+        return -1
+    _receive(tensor, src, group, tag, group_src, codec, "recv", False)
+    return src if group_src is None else dist.get_global_rank(found, group_src)  # type: ignore[return-value]
 
 
+@uncompiled
 def irecv(
     tensor: Tensor,
     src: int | None = None,

@@ -32,10 +32,9 @@ def all_reduce(exchange: Exchange, flat: Tensor, divisor: int) -> None:
     """Sum `flat` [numel] over all ranks, in place."""
     coder, rank = exchange.coder, exchange.rank
     parts = flat.split(split(len(flat), exchange.size))
-    gathered = gather_parts(exchange, parts)
-
     sizes = [coder.codec.row_bytes(len(part)) for part in parts]
     results = coder.take("results", sum(sizes)).split(sizes)
+    gathered = gather_parts(exchange, parts, results)
     coder.sum_encode(gathered, parts[rank], rank, divisor, results[rank], rank, exchange.size)
     exchange.share(results, lambda peer: coder.decode(results[peer], parts[peer][None]))
 
@@ -46,7 +45,7 @@ def reduce_scatter(exchange: Exchange, parts: Sequence[Tensor], output: Tensor, 
     exchange.coder.sum(gathered, parts[exchange.rank], exchange.rank, divisor, output)
 
 
-def gather_parts(exchange: Exchange, parts: Sequence[Tensor]) -> Tensor:
+def gather_parts(exchange: Exchange, parts: Sequence[Tensor], shared: Sequence[Tensor] = ()) -> Tensor:
     """The encoded rows [ranks, row_bytes] of the part that this rank owns; its own row is left blank."""
     coder, size, rank = exchange.coder, exchange.size, exchange.rank
     sizes = [coder.codec.row_bytes(len(part)) for part in parts]
@@ -59,5 +58,5 @@ def gather_parts(exchange: Exchange, parts: Sequence[Tensor]) -> Tensor:
 
     inbox = coder.take("inbox", size * sizes[rank]).view(size, sizes[rank])
     incoming = [inbox[peer] if peer != rank else inbox[peer, :0] for peer in range(size)]
-    exchange.open(outgoing, sizes, incoming)
+    exchange.open(outgoing, sizes, incoming, shared=shared)
     return inbox

@@ -10,7 +10,8 @@ A `Wire` belongs to one lane and is used by one thread at a time. It does three 
   rank-i, so every link carries one stream each way. bench/wire.py holds this against gloo's own all_to_all, where all
   streams collide at the receivers. What comes next is encoded while a round is on the wire, and what came is decoded
   while the next one is.
-- `close`: breaks the connections, so that every peer that waits for this rank learns of a failure at once.
+- `close`: breaks the connections, so that every peer that waits for this rank learns of a failure at once; and says
+  why first, in a message for which every rank has been listening since the wire was made (`last_words`).
 
 Every wait is bounded by the group's timeout. What goes wrong is a `WireError` that names the peer.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -29,19 +31,21 @@ from torch import Tensor
 
 from narrowcast.distributed import agreement
 
-EAGER = 32 * 1024
+EAGER = int(__import__("os").environ.get("NCE", 32)) * 1024
 """Rows of up to so many bytes travel with the header (bench/wire.py, table of small tensors)."""
 
-_HEADERS, _ROWS, _NEVER_SENT = 0, 1, 2
+_HEADERS, _ROWS, _LAST_WORDS, _NEVER_SENT = 0, 1, 2, 3
+_WORDS_BYTES = 2048
 
 
 class WireError(Exception):
     """A message did not go through. Never leaves this package: the lane says what it means for the collective."""
 
-    def __init__(self, peer: int, reason: str, late: bool) -> None:
+    def __init__(self, peer: int, reason: str, kind: str) -> None:
         super().__init__(reason)
         self.peer = peer
-        self.late = late
+        self.kind = kind
+        """What it says of the peer: "late", "gone", or "unmet" where no connection was made."""
 
 
 class Wire(Protocol):
@@ -55,26 +59,36 @@ class Wire(Protocol):
     """Rows of up to so many bytes travel with the header."""
 
     def agree(
-        self, header: Tensor, eager: Callable[[int], Tensor | None], meanwhile: Callable[[], None]
-    ) -> Sequence[Tensor]:
+        self,
+        header: Tensor,
+        eager: Callable[[int], Tensor | None],
+        incoming: Sequence[Tensor],
+        meanwhile: Callable[[], None],
+    ) -> None:
         """Compare headers with every rank, and raise `MismatchError` where they do not fit together.
 
         `eager(peer)` is the row that rides along to that peer, or None; `meanwhile` is called while headers are on
-        their way. Returns, by rank, the room in which a row may have come along.
+        their way. Rows of `incoming` that are small enough to have come along are filled.
         """
 
+    def expect(self, incoming: Sequence[Tensor]) -> None:
+        """Say early where the rows of the next `rounds` (or of the ones after it, in order) will go, by peer."""
+
     def rounds(
-        self, outgoing: Callable[[int, int], Tensor], incoming: Sequence[Tensor], arrived: Callable[[int], None]
+        self, outgoing: Callable[[int, int], Tensor], arrived: Callable[[int], None], at_once: bool = False
     ) -> None:
         """Exchange rows with every peer; rows of no bytes are not sent.
 
         `outgoing(peer, turn)` is called once per peer; what it returned for a turn may be overwritten `turns` later.
-        `incoming[peer]` is where that peer's row goes, and `arrived(peer)` is called once it is there. `arrived` is
-        called for this rank itself too, while the first round is on the wire.
+        `arrived(peer)` is called once a peer's row is where it was expected, and for this rank itself while the first
+        round is on the wire. `at_once` sends to all peers in one round: for small rows, which keep no link busy.
         """
 
-    def close(self) -> None:
-        """Break every connection, so that peers which wait for this rank learn of it."""
+    def close(self, last_words: bytes = b"") -> None:
+        """Break every connection, so that peers which wait for this rank learn of it, and of the reason."""
+
+    def last_words(self, peer: int) -> bytes:
+        """The reason that a peer gave when it broke the connections; nothing from one that gave none."""
 
     def leak(self) -> None:
         """Make sure that nothing is ever closed: in a forked child, the threads that would do it do not exist."""
@@ -86,94 +100,132 @@ class HostWire:
     turns = 2  # one row on the wire, one being encoded
     eager = EAGER
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, connect_within: timedelta
+    ) -> None:
         self.rank = rank
-        self.size = size = len(ranks)
+        self.size = len(ranks)
         self.timeout = timeout
         self._ranks = ranks
-        self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._width = agreement.header_bytes(len(ranks)) + EAGER
-        self._slots = torch.empty(2, size, self._width, dtype=torch.uint8)
+        self._targets = [(rank + i) % self.size for i in range(1, self.size)]
+        self._sources = [(rank - i) % self.size for i in range(1, self.size)]
+        self._group: Any = dist.ProcessGroupGloo(store, rank, self.size, connect_within)
+        self._length = agreement.header_bytes(self.size)
+        self._slots = torch.empty(2, self.size, self._length + EAGER, dtype=torch.uint8)
+        self._headers: list[_Message] = []
+        self._expected: deque[list[_Message]] = deque()
+        self._heard = torch.zeros(self.size, _WORDS_BYTES, dtype=torch.uint8)
+        self._listening = [self._receive(self._heard[peer], peer, _LAST_WORDS) for peer in self._sources]
 
     def agree(
-        self, header: Tensor, eager: Callable[[int], Tensor | None], meanwhile: Callable[[], None]
-    ) -> Sequence[Tensor]:
-        length = header.numel()
-        outgoing, incoming = self._slots
-        outgoing[:, :length] = header
-        receives = [self._receive(incoming[peer], peer, _HEADERS) for peer in self._others(-1)]
+        self,
+        header: Tensor,
+        eager: Callable[[int], Tensor | None],
+        incoming: Sequence[Tensor],
+        meanwhile: Callable[[], None],
+    ) -> None:
+        outgoing, came = self._slots
+        receives, self._headers = self._headers or self._expect_headers(), []
+        outgoing[:, : self._length] = header
         sends = []
-        for peer in self._others(1):
+        for peer in self._targets:
             row = eager(peer)
-            total = length
+            total = self._length
             if row is not None:
-                total += row.numel()
-                outgoing[peer, length:total] = row
+                total += len(row)
+                outgoing[peer, self._length : total] = row
             sends.append(self._send(outgoing[peer, :total], peer, _HEADERS))
         meanwhile()
-        for work in (*receives, *sends):
-            work.wait()
-        incoming[self.rank, :length] = header
-        agreement.check([bytes(slot[:length].numpy()) for slot in incoming], self._ranks)
-        return [slot[length:] for slot in incoming]
+        for message in (*receives, *sends):
+            message.wait()
+        came[self.rank, : self._length] = header
+        headers = came[:, : self._length].numpy().copy()
+        for peer in self._sources:
+            row = incoming[peer]
+            if 0 < len(row) <= EAGER:
+                row.copy_(came[peer, self._length : self._length + len(row)])
+        self._headers = self._expect_headers()  # those of the next call: a peer that is early need not ask first
+        agreement.check(headers, self._ranks)
+
+    def expect(self, incoming: Sequence[Tensor]) -> None:
+        self._expected.append([self._receive(incoming[peer], peer, _ROWS) for peer in self._sources])
 
     def rounds(
-        self, outgoing: Callable[[int, int], Tensor], incoming: Sequence[Tensor], arrived: Callable[[int], None]
+        self, outgoing: Callable[[int, int], Tensor], arrived: Callable[[int], None], at_once: bool = False
     ) -> None:
-        receives = {
-            peer: self._receive(incoming[peer], peer, _ROWS) for peer in self._others(-1) if len(incoming[peer])
-        }
-        came = self.rank
-        row = outgoing((self.rank + 1) % self.size, 0) if self.size > 1 else None
-        for i in range(1, self.size):
-            to, source = (self.rank + i) % self.size, (self.rank - i) % self.size
-            send = self._send(row, to, _ROWS) if row is not None and len(row) else None
-            row = outgoing((to + 1) % self.size, i) if i + 1 < self.size else None
-            arrived(came)
-            if source in receives:
-                receives[source].wait()
-            if send is not None:
+        receives = self._expected.popleft()
+        if at_once:
+            sends = [self._send(outgoing(peer, turn), peer, _ROWS) for turn, peer in enumerate(self._targets)]
+            arrived(self.rank)
+            for receive in receives:
+                receive.wait()
+                arrived(receive.peer)
+            for send in sends:
                 send.wait()
-            came = source
+            return
+        came = self.rank
+        row = outgoing(self._targets[0], 0)
+        for turn, (peer, receive) in enumerate(zip(self._targets, receives, strict=True), 1):
+            send = self._send(row, peer, _ROWS)
+            if turn < len(self._targets):
+                row = outgoing(self._targets[turn], turn)
+            arrived(came)
+            receive.wait()
+            send.wait()
+            came = receive.peer
         arrived(came)
 
-    def close(self) -> None:
+    def close(self, last_words: bytes = b"") -> None:
+        words = torch.zeros(_WORDS_BYTES, dtype=torch.uint8)
+        words[: len(last_words)] = agreement.as_tensor(last_words) if last_words else 0
+        for peer in self._targets:
+            with contextlib.suppress(WireError):  # it may be the one that is gone
+                self._send(words, peer, _LAST_WORDS)
         # A wait that runs into its time limit is how gloo lets go of all of a context's connections.
-        if self.size > 1:
-            probe = self._receive(torch.empty(1, dtype=torch.uint8), (self.rank + 1) % self.size, _NEVER_SENT)
+        for peer in self._sources:
             with contextlib.suppress(WireError):
-                probe.wait(timedelta(milliseconds=1))
+                self._receive(words[:1], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+    def last_words(self, peer: int) -> bytes:
+        return self._heard[peer].numpy().tobytes().rstrip(b"\0")
 
     def leak(self) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
-    def _others(self, direction: int) -> list[int]:
-        return [(self.rank + direction * i) % self.size for i in range(1, self.size)]
+    def _expect_headers(self) -> list[_Message]:
+        return [self._receive(self._slots[1, peer], peer, _HEADERS) for peer in self._sources]
 
-    def _send(self, row: Tensor, peer: int, tag: int) -> _Pending:
-        return _Pending(lambda: self._group.send([row], peer, tag), peer, self.timeout)
+    def _send(self, row: Tensor, peer: int, tag: int) -> _Message:
+        return _Message(self._group.send, row, peer, tag, self.timeout)
 
-    def _receive(self, row: Tensor, peer: int, tag: int) -> _Pending:
-        return _Pending(lambda: self._group.recv([row], peer, tag), peer, self.timeout)
+    def _receive(self, row: Tensor, peer: int, tag: int) -> _Message:
+        return _Message(self._group.recv, row, peer, tag, self.timeout)
 
 
-class _Pending:
-    """A message on its way."""
+class _Message:
+    """A message on its way; one of no bytes is not sent."""
 
-    def __init__(self, start: Callable[[], dist.Work], peer: int, timeout: timedelta) -> None:
+    def __init__(self, start: Any, row: Tensor, peer: int, tag: int, timeout: timedelta) -> None:
         self.peer = peer
         self.timeout = timeout
         try:
-            self._work = start()
+            self._work = start([row], peer, tag) if row.numel() else None
         except RuntimeError as error:
             raise self._failed(error) from error
 
     def wait(self, timeout: timedelta | None = None) -> None:
+        if self._work is None:
+            return
         try:
             self._work.wait(timeout or self.timeout)
         except RuntimeError as error:
             raise self._failed(error) from error
 
     def _failed(self, error: RuntimeError) -> WireError:
-        reason = str(error).split("] ", 1)[-1].split("\n")[0]
-        return WireError(self.peer, reason, late="Timed out" in reason)
+        reason = brief(error)
+        return WireError(self.peer, reason, "late" if "Timed out" in reason else "gone")
+
+
+def brief(error: RuntimeError) -> str:
+    """What gloo says, without where in its source it says it, and without advice."""
+    return str(error).split("] ", 1)[-1].split("\n")[0].split(". This is typically")[0]

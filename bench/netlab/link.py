@@ -1,0 +1,88 @@
+"""What a rank's cable is like: `Link`, from words such as "1gbit" and "1ms".
+
+Rates are bits a second with tc's prefixes (kbit, mbit, gbit: powers of ten), on the wire: of each 1,514-byte frame TCP
+carries 1,448 bytes, so a stream moves 95.6% of the rate. Bare numbers and "bps" are refused: tc takes the first for
+bits or microseconds and the second for bytes, and a benchmark off by eight looks plausible.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .errors import NetlabError
+
+FRAME = 1514  # bytes of a full Ethernet frame at an MTU of 1,500, as tc counts it
+PAYLOAD = 1448  # bytes of it that TCP carries, with timestamps
+# A shaper passes whole packets, and TCP hands it up to 44 frames at once. Fewer make for a smoother link and more work:
+# a quarter of a millisecond costs nothing at 1 Gbit/s (4 ranks, 2 cores), an eighth costs 2%, a sixteenth 22%.
+PACKET_SECONDS = 250e-6
+MOST_FRAMES = 44
+# A port's queue beyond the cable's own content. Deep enough that no sender's stream is cut, as on a good switch.
+QUEUE_SECONDS = 0.010
+
+RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)bit(?:/s)?", re.IGNORECASE)
+DELAY = re.compile(r"(\d+(?:\.\d+)?) ?(us|ms|s)", re.IGNORECASE)
+PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Link:
+    """`rate` in bits a second (None: as fast as the machine), `delay` in seconds, one way."""
+
+    rate: int | None = None
+    delay: float = 0.0
+
+    @property
+    def frames(self) -> int:
+        """Frames that TCP may hand over as one packet."""
+        if self.rate is None:
+            return MOST_FRAMES
+        # What is late by a millisecond anyway need not be as smooth, and a delay line has half the work.
+        seconds = max(PACKET_SECONDS, self.delay / 2)
+        return min(max(2, int(self.rate / 8 * seconds / FRAME)), MOST_FRAMES)
+
+    @property
+    def burst(self) -> int:
+        """Bytes an idle link passes at once: two packets, or half a millisecond, so that a late timer costs no rate."""
+        return max(2 * self.frames * FRAME, int((self.rate or 0) / 8 * 2 * PACKET_SECONDS))
+
+    @property
+    def queue(self) -> int:
+        """Bytes that may wait for the link: what a round trip holds, and QUEUE_SECONDS more."""
+        return max(8 * self.frames * FRAME, int((self.rate or 0) / 8 * (QUEUE_SECONDS + 2 * self.delay)))
+
+    def __str__(self) -> str:
+        rate = "as fast as the machine" if self.rate is None else f"{short(self.rate)}bit/s each way"
+        return f"{rate}, {self.delay * 1e3:g} ms one way" if self.delay else rate
+
+
+def short(bits: float) -> str:
+    """1000000000 -> "1 G"."""
+    for prefix, size in reversed(PREFIXES.items()):
+        if bits >= size:
+            return f"{bits / size:g} {prefix.upper()}"
+    return f"{bits:g} "
+
+
+def parse_rate(text: str) -> int:
+    match = RATE.fullmatch(text.strip())
+    rate = int(float(match[1]) * PREFIXES[match[2].lower()]) if match else 0
+    if rate < 64_000:
+        raise NetlabError(
+            f"--rate {text!r}: a rate is a number and kbit, mbit or gbit (bits a second), 64kbit at the least. "
+            "Write, for example, --rate 1gbit."
+        )
+    return rate
+
+
+def parse_delay(text: str) -> float:
+    match = DELAY.fullmatch(text.strip())
+    delay = round(float(match[1]) * SECONDS[match[2].lower()], 9) if match else -1.0
+    if not 0 <= delay <= 10:
+        raise NetlabError(
+            f"--delay {text!r}: a delay is a number and us, ms or s (one way), 10s at the most. "
+            "Write, for example, --delay 1ms."
+        )
+    return delay

@@ -1,0 +1,66 @@
+"""What a run leaves: a small table for people, and the same figures in JSON for benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from .counters import Counters
+from .network import Network
+from .supervise import Ended, described
+
+MADE_BY = {
+    "netem": "delayed by the kernel's netem",
+    "line": "delayed by a line in user space",
+}
+
+
+def congestion_control() -> str:
+    """How TCP behaves is part of the network, and namespaces take it from the machine."""
+    path = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    return path.read_text().strip() if path.exists() else "unknown"
+
+
+def headline(network: Network) -> str:
+    how = [str(network.link), *([MADE_BY[network.delay_by]] if network.link.delay else [])]
+    count = len(network.addresses)
+    return f"{count} rank{'s' if count > 1 else ''}, {', '.join(how)}, TCP {congestion_control()}"
+
+
+def summary(network: Network, counters: list[Counters], ended: Mapping[int, Ended], code: int) -> dict[str, Any]:
+    """The shape of `--json`. Seconds and codes are null for a rank that netlab did not see end."""
+    rows = []
+    for rank, (address, counted) in enumerate(zip(network.addresses, counters, strict=True)):
+        end = ended.get(rank)
+        row = {"rank": rank, "address": address, **asdict(counted)}
+        rows.append({**row, "seconds": end and round(end.seconds, 3), "exit_code": end and end.code})
+    return {
+        "ranks": len(rows),
+        "rate_bits_per_second": network.link.rate,
+        "delay_seconds": network.link.delay,
+        "delay_by": network.delay_by,
+        "tcp": congestion_control(),
+        "exit_code": code,
+        "per_rank": rows,
+    }
+
+
+def table(results: Mapping[str, Any]) -> Table:
+    shown = Table("rank", "sent", "received", "packets", "dropped", "seconds", "end")
+    for column in shown.columns[1:-1]:
+        column.justify = "right"
+    for row in results["per_rank"]:
+        packets, dropped = (f"{row[f'tx_{what}']:,} / {row[f'rx_{what}']:,}" for what in ("packets", "dropped"))
+        code, seconds = row["exit_code"], row["seconds"]
+        end = "did not run" if code is None else described(code) if code else "ok"
+        shown.add_row(
+            str(row["rank"]),
+            *(f"{row[key] / 1e6:,.2f} MB" for key in ("tx_bytes", "rx_bytes")),
+            *(packets, dropped, "-" if seconds is None else f"{seconds:.1f}", end),
+            style=None if code == 0 else "red",
+        )
+    return shown

@@ -1,0 +1,246 @@
+"""all_reduce on a real network stack: milliseconds and bytes, beside gloo's own, on links of a known rate.
+
+    python bench/wire.py                        every scenario below, as root: tables, bench/results/wire.{md,json,png}
+    ... --only slow,small  --rounds 5  --json PATH
+
+Each scenario starts ranks in a network in a box (bench/netlab), and in that one run lets these take turns:
+
+    fp32      gloo's all_reduce of the fp32 tensor: what a plain DDP does
+    bf16      cast, gloo's all_reduce in bf16, cast back: PyTorch's compression hook
+    gather8   8 bits per element, all-gathered and added up by everyone: the protocol of PyTorch's quantization hooks
+    others    narrowcast.distributed.all_reduce with the codec of that name
+
+A time is the slowest rank's, encoding included; figures are medians over the rounds. `x fp32` is how many times
+faster than gloo's fp32. `limit` is the time that the rate alone allows for the bytes that the protocol must send,
+2(N-1)/N of the encoded tensor, and `share` how much of that limit was reached. `counted` is what the kernel's interface
+counters saw go out, over those bytes: packet headers and the other direction's acknowledgements included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+
+import narrowcast as nc  # noqa: E402
+from narrowcast import distributed as ncd  # noqa: E402
+from netlab import read  # noqa: E402
+
+MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One network and what is sent over it."""
+
+    name: str
+    ranks: int
+    rate: float
+    """Bits a second of each rank's link, each way; 0 for no limit."""
+    sizes: tuple[float, ...]
+    """Megabytes (2**20) of fp32."""
+    codecs: tuple[str, ...]
+    delay: str = ""
+
+
+SCENARIOS = (
+    Scenario("gigabit", 4, 1e9, (32,), ("int8", "int4", "sign", "raw")),
+    Scenario("slow", 8, 2e8, (32,), ("int8", "int4")),
+    Scenario("unlimited", 4, 0, (32,), ("int8", "int4")),
+    Scenario("small", 4, 1e9, (1 / 1024, 1 / 16, 1 / 4, 1), ("int8", "int4")),
+    Scenario("small-unlimited", 4, 0, (1 / 1024, 1 / 16, 1 / 4, 1), ("int8", "int4")),
+    Scenario("growing-bytes", 4, 1e9, (1, 4, 16, 64, 256), ("int8", "int4")),
+    *(Scenario(f"growing-ranks-{ranks}", ranks, 1e9, (32,), ("int8", "int4")) for ranks in (2, 3, 5, 6, 7, 8)),
+    Scenario("delay", 4, 1e9, (1, 32), ("int8", "int4"), "1ms"),
+)
+
+
+# -- a rank ----------------------------------------------------------------------------------------------------------
+
+
+def contestants(x: torch.Tensor, codecs: list[str]) -> dict[str, Callable[[], object]]:
+    """What takes turns. Each one leaves the sum in `x`, which is shrunk before so that it stays finite."""
+    ranks = dist.get_world_size()
+    half = torch.empty_like(x, dtype=torch.bfloat16)
+    gathered = torch.empty(ranks, nc.codec("int8").row_bytes(x.numel()), dtype=torch.uint8)
+    int8 = nc.codec("int8")
+
+    def bf16() -> None:
+        half.copy_(x)
+        dist.all_reduce(half)
+        x.copy_(half)
+
+    def gather8() -> None:
+        mine = int8.encode(x)
+        dist.all_gather(list(gathered), mine)
+        int8.decode_sum(gathered, x.numel(), out=x)
+
+    return {
+        "fp32": lambda: dist.all_reduce(x),
+        "bf16": bf16,
+        "gather8": gather8,
+        **{codec: lambda codec=codec: ncd.all_reduce(x, codec=codec) for codec in codecs},
+    }
+
+
+def measure(megabytes: float, codecs: list[str], rounds: int) -> dict[str, Any]:
+    """Milliseconds (slowest rank's) and bytes sent (most of any rank), of each round of each contestant."""
+    x = torch.randn(max(1, int(megabytes * MB / 4)))
+    runs = contestants(x, codecs)
+    found: dict[str, Any] = {name: {"ms": [], "sent": []} for name in runs}
+    for turn in range(rounds + 1):  # the first is a warm-up: it makes connections
+        for name, run in runs.items():
+            x.mul_(1 / dist.get_world_size())
+            dist.barrier()
+            before = read().tx_bytes if "NETLAB_IFNAME" in os.environ else 0
+            start = time.perf_counter()
+            run()
+            elapsed = time.perf_counter() - start
+            after = read().tx_bytes if "NETLAB_IFNAME" in os.environ else 0
+            both = torch.tensor([elapsed * 1e3, float(after - before)], dtype=torch.float64)
+            dist.all_reduce(both, dist.ReduceOp.MAX)
+            if turn:
+                found[name]["ms"].append(both[0].item())
+                found[name]["sent"].append(both[1].item())
+    return found
+
+
+def rank_main(job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(int(os.environ["RANK"]))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    for megabytes in job["sizes"]:
+        rounds = max(3, job["rounds"] // 4) if megabytes > 64 else job["rounds"] * (4 if megabytes < 2 else 1)
+        found = measure(megabytes, job["codecs"], rounds)
+        if dist.get_rank() == 0:
+            with open(job["output"], "a") as output:
+                output.write(json.dumps({"megabytes": megabytes, "found": found}) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- the driver ------------------------------------------------------------------------------------------------------
+
+
+def run(scenario: Scenario, rounds: int) -> list[dict[str, Any]]:
+    """One row per size and contestant."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = {**asdict(scenario), "rounds": rounds, "output": f"{folder}/out"}
+        command = [sys.executable, str(HERE / "netlab"), "--ranks", str(scenario.ranks), "--only", "0"]
+        command += ["--rate", f"{scenario.rate:.0f}bit"] if scenario.rate else []
+        command += ["--delay", scenario.delay] if scenario.delay else []
+        command += ["--", sys.executable, __file__, "--rank", json.dumps(job)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        lines = [json.loads(line) for line in Path(f"{folder}/out").read_text().splitlines()]
+    return [row for line in lines for row in rows(scenario, line["megabytes"], line["found"])]
+
+
+def rows(scenario: Scenario, megabytes: float, found: dict[str, Any]) -> list[dict[str, Any]]:
+    numel, ranks = max(1, int(megabytes * MB / 4)), scenario.ranks
+    share = 2 * (ranks - 1) / ranks
+    needed = {"fp32": share * 4 * numel, "bf16": share * 2 * numel}
+    needed["gather8"] = (ranks - 1) * nc.codec("int8").row_bytes(numel)
+    plain = statistics.median(found["fp32"]["ms"])
+    made = []
+    for name, figures in found.items():
+        sent = needed.get(name) or share * nc.codec(name).row_bytes(numel)
+        ms, limit = statistics.median(figures["ms"]), sent * 8 / scenario.rate * 1e3 if scenario.rate else 0.0
+        made.append(
+            {
+                **{"scenario": scenario.name, "ranks": ranks, "rate": scenario.rate, "delay": scenario.delay},
+                **{"megabytes": megabytes, "name": name, "ms": ms, "best_ms": min(figures["ms"])},
+                **{"times_fp32": plain / ms, "limit_ms": limit, "share": limit / ms, "needed_bytes": sent},
+                "counted": statistics.median(figures["sent"]) / sent,
+            }
+        )
+    return made
+
+
+def markdown(found: list[dict[str, Any]]) -> str:
+    head = (
+        "| network | ranks | MB | | ms | x fp32 | limit ms | share | counted |\n|---|--:|--:|---|--:|--:|--:|--:|--:|\n"
+    )
+    lines = []
+    for row in found:
+        network = f"{row['rate'] / 1e6:.0f} Mbit/s" if row["rate"] else "no limit"
+        network += f", {row['delay']}" if row["delay"] else ""
+        limit = f"{row['limit_ms']:.1f} | {row['share']:.0%}" if row["rate"] else "- | -"
+        lines.append(
+            f"| {network} | {row['ranks']} | {row['megabytes']:.4g} | {row['name']} | {row['ms']:.4g} "
+            f"| {row['times_fp32']:.2f} | {limit} | {row['counted']:.3f} |"
+        )
+    return head + "\n".join(lines) + "\n"
+
+
+def plot(found: list[dict[str, Any]], path: Path) -> None:
+    """Time against bytes, and against ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    for name in ("fp32", "bf16", "gather8", "int8", "int4"):
+        sizes = [r for r in found if r["scenario"] == "growing-bytes" and r["name"] == name]
+        left.loglog([r["megabytes"] for r in sizes], [r["ms"] for r in sizes], "o-", label=name)
+        ranks = [r for r in found if r["name"] == name and r["megabytes"] == 32 and r["rate"] == 1e9 and not r["delay"]]
+        ranks = sorted({r["ranks"]: r for r in ranks}.values(), key=lambda r: r["ranks"])
+        right.plot([r["ranks"] for r in ranks], [r["ms"] for r in ranks], "o-", label=name)
+    left.set(xlabel="MB of fp32", ylabel="ms", title="all_reduce, 4 ranks, 1 Gbit/s")
+    right.set(xlabel="ranks", ylabel="ms", title="all_reduce of 32 MB, 1 Gbit/s", ylim=0)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    from rich.console import Console
+    from rich.progress import track
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="scenarios, by the start of their names")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="folder for wire.md, wire.json and wire.png")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank:
+        rank_main(json.loads(given.rank))
+        return
+    console = Console()
+    wanted = tuple(given.only.split(","))
+    found: list[dict[str, Any]] = []
+    for scenario in track([s for s in SCENARIOS if s.name.startswith(wanted)], "measuring", console=console):
+        found += run(scenario, given.rounds)
+    table = markdown(found)
+    print(table)
+    if given.out:
+        machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+        head = f"# all_reduce on a network in a box\n\n{datetime.date.today()}, {machine}. Command: `{' '.join(sys.argv)}`. "
+        head += "What the columns mean stands at the top of bench/wire.py.\n\n"
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / "wire.md").write_text(head + table)
+        (given.out / "wire.json").write_text(json.dumps(found, indent=1))
+        plot(found, given.out / "wire.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The store of a process group as the notice board of its ranks: who is here, and what went wrong.
+
+A store lives in one of the processes, which may be stopped or dead. So nothing here waits for it without a limit, and
+what it does not answer is treated as not known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong, as the first rank that noticed wrote it down."""
+
+    kind: str
+    """"raised", "late", "unmet" (no connection) or "gone"."""
+    rank: int
+    seen_by: int
+    number: int
+    """The call, as its lane counts."""
+    op: str
+    reason: str
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Failure:
+        return cls(**json.loads(data))
+
+    def message(self, op: str, timeout: timedelta) -> str:
+        where, limit = op if op == self.op else f"{op} (after {self.op})", f"{timeout.total_seconds():g} s"
+        if self.kind == "raised":
+            return f"{where}: rank {self.rank} failed in it: {self.reason}. The other ranks gave it up, too."
+        if self.kind == "late":
+            return (
+                f"{where}: rank {self.rank} did not answer rank {self.seen_by} within {limit}, "
+                f"the timeout of the group ({self.reason}). It is stopped, busy, or makes other calls. If it only "
+                "needs longer, pass a longer timeout= to init_process_group()."
+            )
+        if self.kind == "unmet":
+            return (
+                f"{where}: no connection within {limit}, the timeout of the group, as rank {self.seen_by} saw: "
+                f"{self.reason}. Every rank of a group must make the same calls in the same order."
+            )
+        return (
+            f"{where}: rank {self.rank} is gone, as rank {self.seen_by} saw ({self.reason}). Its own output says why. "
+            "This group cannot go on: start the job again, or make a new group of the ranks that are left."
+        )
+
+
+class Board:
+    """What the ranks of a group tell each other through their store."""
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+        self.store = store
+        self.rank = rank
+        self.ranks = ranks
+        self.seconds = timeout.total_seconds()
+
+    def page(self, generation: int) -> dist.PrefixStore:
+        """Where one generation of connections is arranged."""
+        return dist.PrefixStore(str(generation), self.store)
+
+    def meet(self, generation: int, closing: threading.Event) -> str:
+        """Wait until all ranks are here; otherwise say why not. What went wrong for others ends it early."""
+        page, over = self.page(generation), threading.Event()
+        missing: list[int] = []
+        found: list[str] = []
+
+        def look() -> None:
+            pause = 0.001
+            with contextlib.suppress(RuntimeError):
+                page.set(f"here/{self.rank}", "1")
+                while not over.is_set():
+                    missing[:] = [r for i, r in enumerate(self.ranks) if not page.check([f"here/{i}"])]
+                    if page.check(["failure"]):
+                        found.append("the other ranks gave up")
+                    elif not missing:
+                        found.append("")
+                    if found:
+                        return
+                    over.wait(pause)
+                    pause = min(0.05, 1.5 * pause)
+
+        looking = threading.Thread(target=look, name="narrowcast store", daemon=True)
+        looking.start()
+        deadline = time.monotonic() + self.seconds
+        while looking.is_alive() and not closing.is_set() and time.monotonic() < deadline:
+            looking.join(min(0.1, max(0.0, deadline - time.monotonic())))
+        over.set()
+        looking.join(0.1)
+        if found:
+            return found[0]
+        if missing:
+            return f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} did not come"
+        return "the store of the group does not answer"
+
+    def report(self, generation: int, failure: Failure) -> Failure:
+        """Write a failure down; returns the first one that was."""
+        page, text = self.page(generation), failure.to_bytes().decode()
+        return Failure.from_bytes(self._briefly(lambda: page.compare_set("failure", "", text), text.encode()))
+
+    def _briefly(self, action: Callable[[], T], otherwise: T) -> T:
+        results: list[T] = []
+
+        def attempt() -> None:
+            with contextlib.suppress(Exception):
+                results.append(action())
+
+        thread = threading.Thread(target=attempt, name="narrowcast store", daemon=True)
+        thread.start()
+        thread.join(min(0.5, 0.05 * self.seconds))
+        return results[0] if results else otherwise

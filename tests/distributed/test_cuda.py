@@ -1,0 +1,120 @@
+"""Collectives on CUDA tensors: two ranks over gloo that share one GPU, and one rank over NCCL (which refuses two)."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+
+from narrowcast import distributed as ncd
+from narrowcast.distributed.device_wire import NcclWire, StagedWire
+from narrowcast.distributed.peers import peers_of
+from narrowcast.distributed.wire import HostWire
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CODECS = ("raw", "int8", "int4", "fp8_e4m3:block=128", "apot4", "int8:block=row", "int4:stochastic=true")
+SIZES = (0, 1, 5, 1000, 100_003, 3_000_001)
+
+
+def sample(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def cuda_equals_cpu(rank: int) -> None:
+    other = 1 - rank
+    for codec in CODECS:
+        for numel in SIZES:
+            both = []
+            for device in ("cuda", "cpu"):
+                x = sample(rank, numel).to(device)
+                ncd.all_reduce(x, dist.ReduceOp.AVG, codec=codec, seed=7)
+                y = sample(rank, numel, torch.bfloat16).to(device)
+                ncd.broadcast(y, 1, codec=codec, seed=7)
+                z = torch.empty(2 * numel, device=device)
+                ncd.all_gather_into_tensor(z, sample(rank, numel).to(device), codec=codec, seed=7)
+                w = torch.empty(numel, device=device)
+                ncd.reduce_scatter_tensor(w, sample(rank, 2 * numel).to(device), codec=codec, seed=7)
+                v = torch.empty(3 * numel, device=device)
+                splits = [2 * numel, numel] if rank == 0 else [numel, 2 * numel]
+                ncd.all_to_all_single(v, sample(rank, 3 * numel).to(device), splits, splits, codec=codec, seed=7)
+                u = torch.empty(numel, device=device)
+                if rank == 0:
+                    ncd.send(sample(rank, numel).to(device), other, codec=codec, seed=7)
+                    u.zero_()
+                else:
+                    ncd.recv(u, other, codec=codec)
+                both.append([t.cpu() for t in (x, y, z, w, v, u)])
+            for i, (here, there) in enumerate(zip(*both, strict=True)):
+                assert torch.equal(here, there), (codec, numel, i)
+
+
+def test_two_ranks_on_one_gpu_get_the_bits_that_the_cpu_gets() -> None:
+    run(2, cuda_equals_cpu, timeout=280, group_timeout=200)
+
+
+def streams_are_ordered(rank: int) -> None:
+    peers = peers_of(dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()))
+    n = 1 << 20
+    producer = torch.cuda.Stream()
+    for round_ in range(20):
+        with torch.cuda.stream(producer):
+            torch.cuda._sleep(20_000_000)  # the value is written long after the call below was made
+            x = torch.full((n,), float(rank + round_), device="cuda")
+            work = ncd.all_reduce(x, async_op=True, codec="raw")
+            assert work is not None
+            work.wait()
+            assert x.double().sum().item() == n * (1 + 2 * round_)
+    assert isinstance(peers._wire, StagedWire)
+
+    works, tensors = [], []
+    for i in range(30):
+        tensors.append(torch.full((1000 + 37 * i,), float(rank + i), device="cuda"))
+        works.append(ncd.all_reduce(tensors[-1], async_op=True, codec="int8"))
+    for i, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+        assert work is not None
+        (out,) = work.get_future().wait()
+        assert out is tensor or out.data_ptr() == tensor.data_ptr()
+        assert torch.equal(tensor, torch.full_like(tensor, 1.0 + 2 * i)), i
+        assert work.is_completed()
+
+
+def test_a_collective_waits_for_the_callers_stream_and_the_callers_stream_for_it() -> None:
+    run(2, streams_are_ordered, timeout=120, group_timeout=100)
+
+
+def one_rank_over_nccl(rank: int) -> None:
+    store = dist.HashStore()
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=datetime.timedelta(seconds=60))
+    x = sample(0, 1000).cuda()
+    before = x.clone()
+    work = ncd.all_reduce(x, async_op=True, codec="int8")
+    assert work is not None
+    work.wait()
+    assert torch.equal(x, before)  # nothing travels in a group of one
+    out = torch.empty_like(x)
+    ncd.all_gather_into_tensor(out, x, codec="int4")
+    ncd.reduce_scatter_tensor(out, x, codec="int4")
+    ncd.all_to_all_single(out, x, codec="int4")
+    assert torch.equal(out, x)
+    peers = peers_of(dist.group.WORLD, torch.device("cuda", 0))
+    assert peers.nccl
+
+    wire = NcclWire(HostWire(dist.PrefixStore("test", store), 0, [0], datetime.timedelta(seconds=30)), store)
+    sent, received = torch.arange(64, dtype=torch.uint8).cuda(), torch.zeros(64, dtype=torch.uint8).cuda()
+    wire._group.alltoall([received], [sent]).wait()
+    assert torch.equal(sent, received)
+    arrived: list[int] = []
+    wire.expect([received])
+    wire.rounds(lambda peer, turn: sent, arrived.append)
+    assert arrived == [0]
+    wire.close()
+
+
+def test_one_rank_over_nccl() -> None:
+    run(1, one_rank_over_nccl, init=False, timeout=120)

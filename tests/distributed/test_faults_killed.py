@@ -1,0 +1,126 @@
+"""A rank that is killed: every other rank raises soon, says in which operation and whose fault, and goes on living."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import faults
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+from narrowcast import distributed as ncd
+from narrowcast.errors import CollectiveError
+
+pytestmark = pytest.mark.timeout(60)
+
+SOON = 2.0
+AT_ONCE = 0.5
+
+
+def _survive(rank: int, op: str, place: str, victim: int, numel: int, async_op: bool) -> Any:
+    """One call that goes well, one in which the victim dies, and two more."""
+
+    def attempt() -> None:
+        work = faults.call(op, rank, numel=numel, async_op=async_op)
+        if async_op:
+            work.wait()
+
+    attempt()
+    dist.barrier()
+    if rank == victim:
+        faults.at(place, faults.die)
+    first, again, other = (faults.error_of(what) for what in (attempt, attempt, lambda: ncd.all_reduce(torch.ones(1))))
+    return first, again, other
+
+
+def _check_survivors(outcomes: list[ranks.Outcome], op: str, victim: int) -> None:
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            continue
+        assert outcome.error is None, outcome.trace
+        assert outcome.exitcode == 0
+        (first, seconds), (again, seconds_again), (other, seconds_other) = outcome.value
+        assert type(first) is CollectiveError, first
+        assert str(first).startswith(f"{op}: rank {victim} is gone"), (rank, str(first))
+        assert seconds < SOON
+        for later, name, took in ((again, op, seconds_again), (other, "all_reduce", seconds_other)):
+            assert type(later) is CollectiveError
+            assert str(later).startswith(f"{name}: ")
+            assert f"rank {victim} is gone" in str(later)
+            assert took < AT_ONCE
+
+
+def _kill(world: int, op: str, place: str, victim: int, *, numel: int = 300_000, **options: Any) -> None:
+    async_op = options.pop("async_op", False)
+    start = time.monotonic()
+    outcomes = ranks.outcomes_of(world, _survive, op, place, victim, numel, async_op, timeout=8, **options)
+    assert time.monotonic() - start < 10, "processes take long to exit"
+    _check_survivors(outcomes, op, victim)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("place", ["encoding", "after headers", "stage one", "between stages", "stage two"])
+def test_all_reduce_survivors_raise_and_name_the_dead_rank(world: int, place: str) -> None:
+    _kill(world, "all_reduce", place, victim=world - 1)
+
+
+@pytest.mark.parametrize(
+    ("op", "place"),
+    [
+        ("all_gather", "encoding"),
+        ("all_gather", "after headers"),
+        ("all_to_all_single", "encoding"),
+        ("all_to_all_single", "after headers"),
+        ("reduce_scatter_tensor", "encoding"),
+        ("reduce_scatter_tensor", "after headers"),
+        ("broadcast", "encoding"),
+        ("broadcast", "after headers"),
+        ("broadcast", "stage two"),
+    ],
+)
+def test_survivors_of_other_collectives_raise(op: str, place: str) -> None:
+    # Of a broadcast rank 0 is the source; in its second stage every other rank passes a piece on.
+    _kill(3, op, place, victim=1 if place == "stage two" else 0)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("place", ["encoding", "between stages", "stage two"])
+def test_survivors_name_the_dead_rank_that_hosted_the_store(world: int, place: str) -> None:
+    _kill(world, "all_reduce", place, victim=0, tcp=True)
+
+
+@pytest.mark.parametrize("place", ["encoding", "stage two"])
+def test_an_asynchronous_survivor_raises_from_wait(place: str) -> None:
+    _kill(4, "all_reduce", place, victim=1, async_op=True)
+
+
+@pytest.mark.parametrize("place", ["encoding", "between stages"])
+def test_survivors_of_a_small_tensor_that_travels_with_its_header_raise(place: str) -> None:
+    _kill(3, "all_reduce", place, victim=2, numel=500)
+
+
+def _finish_before_noticing(rank: int) -> Any:
+    good, tensor = faults.data(rank), faults.data(rank)
+    ncd.all_reduce(good)
+    dist.barrier()
+    if rank == 2:
+        faults.at("decoding", faults.die)
+    error, seconds = faults.error_of(lambda: ncd.all_reduce(tensor))
+    right = torch.equal(tensor, good)
+    return error, right, seconds, *faults.error_of(lambda: ncd.all_reduce(torch.ones(1)))
+
+
+def test_a_rank_that_got_all_rows_may_finish_and_raises_in_its_next_call() -> None:
+    outcomes = ranks.outcomes_of(3, _finish_before_noticing, timeout=8)
+    for outcome in outcomes[:2]:
+        assert outcome.error is None, outcome.trace
+        error, right, seconds, later, seconds_later = outcome.value
+        assert right if error is None else "rank 2 is gone" in str(error)
+        assert type(later) is CollectiveError
+        assert "rank 2 is gone" in str(later)
+        assert max(seconds, seconds_later) < SOON

@@ -1,0 +1,185 @@
+"""all_reduce over hosts x local: the codec where links are slow, full precision where they are fast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import model
+import narrowcast as nc
+from cases import mixed, same_bits
+from narrowcast import distributed as ncd
+from narrowcast.distributed import agreement
+from ranks import run
+
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+SHAPES = [(2, 2), (2, 3), (4, 2), (1, 4), (4, 1), (1, 1)]
+
+# (codec, local codec, numel, dtype, op)
+CASES = [
+    ("int8", None, 5000, torch.float32, SUM),
+    ("int4", None, 5000, torch.float32, AVG),
+    ("raw", None, 130, torch.float32, SUM),
+    ("int8", None, 5000, torch.bfloat16, AVG),
+    ("int8", None, 3001, torch.float16, SUM),
+    ("int8", None, 3001, torch.float64, AVG),
+    ("int4", "int8", 5000, torch.float32, SUM),
+    ("int8", "bf16", 777, torch.float32, AVG),
+    ("int8", None, 3, torch.float32, SUM),
+    ("int8", None, 0, torch.float32, SUM),
+    ("int4", None, 300_000, torch.float32, AVG),
+]
+
+
+def data(rank: int, case: int) -> Tensor:
+    return mixed(CASES[case][2], seed=100 * rank + case, dtype=CASES[case][3]) / 8
+
+
+def reduced(rank: int, hosts: int, local: int) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (hosts, local))
+    results = []
+    for case, (codec, local_codec, _, _, op) in enumerate(CASES):
+        x = data(rank, case)
+        assert ncd.all_reduce(x, op, mesh, codec=codec, local_codec=local_codec) is None
+        results.append(x)
+    return results
+
+
+def expected(case: int, hosts: int, local: int) -> Tensor:
+    """The three steps in plain codec calls: sums within hosts, the two-stage reduction between, the parts put together."""
+    spec, near, numel, dtype, op = CASES[case]
+    lossless = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "raw")
+    codec, close = nc.codec(spec), nc.codec(near or lossless)
+    divisor = hosts * local if op == AVG else 1
+    parts = []
+    for owner, mine in enumerate(model.parts(numel, local)):
+        of_hosts = [
+            model.summed(close, [data(host * local + i, case)[mine] for i in range(local)], owner, 1)
+            for host in range(hosts)
+        ]
+        if hosts > 1:
+            total = model.all_reduce(codec, of_hosts, divisor)
+        else:
+            total = of_hosts[0] / torch.full_like(of_hosts[0], divisor)
+        done = total.to(dtype)
+        parts.append(model.there(close, done[None], 0, dtype)[0] if local > 1 else done)
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(("hosts", "local"), SHAPES)
+def test_every_rank_of_a_mesh_ends_with_the_same_bits_those_of_the_model(hosts: int, local: int) -> None:
+    found = run(hosts * local, reduced, hosts, local)
+    for case in range(len(CASES)):
+        for of_rank in found:
+            assert same_bits(of_rank[case], found[0][case]), CASES[case]
+        assert same_bits(found[0][case], expected(case, hosts, local)), CASES[case]
+
+
+@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (2, 3), (4, 1)])
+def test_the_error_over_a_mesh_is_that_of_the_hosts_sums(hosts: int, local: int) -> None:
+    """Sums within a host are exact up to fp32, so the bound is that of an all_reduce of the hosts' sums.
+
+    Each of those is off by at most (local - 1) 2**-23 times the sum of magnitudes; together, that is the first term.
+    """
+    found = run(hosts * local, reduced, hosts, local)
+    for case, (spec, near, numel, dtype, op) in enumerate(CASES):
+        if near is not None or dtype != torch.float32 or numel == 0:
+            continue
+        inputs = [data(rank, case) for rank in range(hosts * local)]
+        divisor = hosts * local if op == AVG else 1
+        sizes = torch.stack(inputs).double().abs().sum(0)
+        exact = torch.stack(inputs).double().sum(0) / divisor
+        bounds = []
+        for owner, mine in enumerate(model.parts(numel, local)):
+            of_hosts = [
+                model.summed(nc.codec("raw"), [x[mine] for x in inputs[host * local : (host + 1) * local]], owner, 1)
+                for host in range(hosts)
+            ]
+            bounds.append(model.all_reduce_bound(nc.codec(spec), of_hosts, divisor))
+        bound = local * 2.0**-23 * sizes / divisor + torch.cat(bounds)
+        assert bool(((found[0][case].double() - exact).abs() <= bound).all()), spec
+
+
+def counted(rank: int, hosts: int, local: int) -> dict[str, ncd.OpStats]:
+    mesh = init_device_mesh("cpu", (hosts, local))
+    ncd.reset_stats()
+    ncd.all_reduce(torch.ones(128 * hosts * local * 10), group=mesh, codec="int8")
+    return ncd.stats()
+
+
+@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (2, 3), (4, 2), (4, 1)])
+def test_between_hosts_a_rank_sends_one_part_in_local_of_the_encoded_bytes(hosts: int, local: int) -> None:
+    numel, codec = 128 * hosts * local * 10, nc.codec("int8")
+    encoded = hosts * local * codec.row_bytes(numel // (hosts * local))  # all rows of the whole tensor
+    for stats in run(hosts * local, counted, hosts, local):
+        between = stats["all_reduce between hosts"]
+        headers = (hosts - 1) * agreement.header_bytes(hosts)
+        assert between.sent_bytes - headers == 2 * (hosts - 1) * encoded // hosts // local
+        assert between.calls == 1
+        within = stats["all_reduce within hosts"]
+        trips = 2 * (local - 1) * (agreement.header_bytes(local) + 4 * numel // local)
+        assert within.sent_bytes == trips  # fp32 there and back
+        assert within.calls == 2
+
+
+def overlapping(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    tensors = [torch.full((n,), float(i + rank)) for i, n in enumerate((10, 50_000, 300, 0, 7) * 4)]
+    work = [ncd.all_reduce(x, group=mesh, async_op=True, codec="raw") for x in tensors]
+    flat = torch.full((100,), float(rank))
+    ncd.all_reduce(flat, codec="raw")  # on the flat group, meanwhile
+    ncd.all_reduce(flat, AVG, mesh.get_group(1), codec="raw")
+    assert bool((flat == 6.0).all())
+    for i, (x, one) in enumerate(zip(tensors, work, strict=True)):
+        one.wait()  # type: ignore[union-attr]
+        assert bool((x == 4 * i + 6).all())
+
+
+def test_mesh_collectives_in_flight_do_not_race_with_those_of_their_groups() -> None:
+    run(4, overlapping)
+
+
+def large_halves(rank: int) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (1, 2))
+    results = []
+    for group in (mesh, None):
+        x = torch.full((300,), 60000.0, dtype=torch.float16)
+        ncd.all_reduce(x, group=group, codec="raw")
+        results.append(x)
+    return results
+
+
+def test_a_sum_beyond_fp16_saturates_over_a_mesh_as_it_does_without() -> None:
+    for over_mesh, flat in run(2, large_halves):
+        assert torch.equal(over_mesh, flat)
+        assert bool((flat == 65504.0).all())
+
+
+def in_views(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1))
+    base = torch.full((40, 9), 3.0)
+    view = base[::2, 1:8]
+    view.fill_(float(rank + 1))
+    ncd.all_reduce(view, group=mesh, codec="raw")
+    assert bool((view == 3.0).all())
+    assert bool((base == 3.0).all())
+
+
+def test_a_mesh_writes_into_views() -> None:
+    run(2, in_views)
+
+
+def outside(rank: int) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", torch.tensor([[0], [1]]))
+    x = torch.full((10,), float(rank + 1))
+    ncd.all_reduce(x, group=mesh, codec="raw")
+    assert bool((x == 3.0).all())  # 1 + 2, and rank 2 keeps its own 3
+
+
+def test_a_rank_outside_of_the_mesh_is_left_alone() -> None:
+    run(3, outside)
