@@ -19,7 +19,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -60,7 +59,6 @@ class Network:
         self.namespaces = [f"{prefix}{rank}" for rank in range(ranks)]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._line: subprocess.Popen[bytes] | None = None
-        self._hosts: Path | None = None
 
     # -- from here to there --------------------------------------------------------------------------------------------
 
@@ -86,11 +84,7 @@ class Network:
             processes.send(process, signal.SIGKILL)
             process.wait()
         own = {self.switch, *self.namespaces}
-        try:
-            owners.remove([name for name in owners.names() if name in own])
-        finally:
-            if self._hosts:
-                self._hosts.unlink(missing_ok=True)
+        owners.remove([name for name in owners.names() if name in own])
 
     def _build(self) -> None:
         names = [self.switch, *self.namespaces]
@@ -109,7 +103,6 @@ class Network:
         for rank in ports:
             self._furnish(rank)
         self._shape()
-        self._name()
 
     def _furnish(self, rank: int) -> None:
         others = [other for other in range(len(self.namespaces)) if other != rank]
@@ -122,17 +115,12 @@ class Network:
         ]
         run("ip", namespace=self.namespaces[rank], lines=lines, hint=shaping.HINT)
 
-    def _name(self) -> None:
+    def _hosts(self) -> str:
         """The ranks' names: "rank0" and so on. torch asks for them, and warns where there is no answer."""
-        handle, path = tempfile.mkstemp(prefix="netlab-hosts-")
-        self._hosts = Path(path)
-        known = Path("/etc/hosts").read_text() if Path("/etc/hosts").exists() else "127.0.0.1 localhost\n"
-        with os.fdopen(handle, "w") as file:
-            file.write(f"{known}\n")
-            for rank, address in enumerate(self.addresses):
-                # Once more as IPv6 writes it: torch's store listens for both, and sees its callers so.
-                file.write(f"{address} rank{rank}\n::ffff:{address} rank{rank}.v4\n")
-        self._hosts.chmod(0o644)
+        known = Path("/etc/hosts").read_text() if Path("/etc/hosts").exists() else "127.0.0.1 localhost"
+        # Each once more as IPv6 writes it: torch's store listens for both, and sees its callers so.
+        own = [f"{address} rank{rank}\n::ffff:{address} rank{rank}.v4" for rank, address in enumerate(self.addresses)]
+        return "\n".join([known, *own, ""])
 
     # -- rate and delay ------------------------------------------------------------------------------------------------
 
@@ -187,7 +175,7 @@ class Network:
         begun = []
         for rank, name in enumerate(self.namespaces):
             own = processes.variables(rank, self.addresses, given)
-            begun.append(processes.start(name, command, own, hosts=self._hosts, pipes=pipes))
+            begun.append(processes.start(name, command, own, hosts=self._hosts(), pipes=pipes))
             self._processes.append(begun[-1])
         return begun
 

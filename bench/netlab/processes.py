@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from .commands import find
 from .counters import INTERFACE
@@ -21,7 +20,8 @@ PORT = 29500  # torchrun's. Each rank has a network of its own, so it is always 
 PR_SET_PDEATHSIG = 1
 libc = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec it would be too late
 # `ip netns exec` gives the process mounts of its own, with the namespace's /sys; the names of the ranks are one more.
-ENTER = 'mount --bind "$0" /etc/hosts; exec "$@"'
+# The file goes at once, so that a run that is killed leaves none; the mount keeps what was in it.
+ENTER = 'f=$(mktemp) && printf %s "$0" > "$f" && chmod 644 "$f" && mount --bind "$f" /etc/hosts; rm -f "$f"; exec "$@"'
 
 
 def variables(rank: int, addresses: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
@@ -49,10 +49,10 @@ def variables(rank: int, addresses: Sequence[str], given: Mapping[str, str]) -> 
 
 
 def start(
-    namespace: str, command: Sequence[str], env: Mapping[str, str], *, hosts: Path | None = None, pipes: bool = False
+    namespace: str, command: Sequence[str], env: Mapping[str, str], *, hosts: str = "", pipes: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a namespace. With `pipes`, its stdout and stderr are for the caller to read."""
-    entered = ["sh", "-c", ENTER, str(hosts), *command] if hosts else list(command)
+    """Start a command in a namespace, with `hosts` as its /etc/hosts. With `pipes`, the caller reads what it prints."""
+    entered = ["sh", "-c", ENTER, hosts, *command] if hosts else list(command)
     output = subprocess.PIPE if pipes else None
     return subprocess.Popen(
         [find("ip"), "netns", "exec", namespace, *entered],

@@ -70,7 +70,7 @@ def held(ranks: int, to: dict[int, list[int]], payload: int, *options: str) -> l
     """Assert that the busiest link, over which `payload` goes, has its rate; returns when each stream ended, sorted."""
     # Two idle buckets pass what they hold at once, and nothing passes faster than the wire. Slower by up to 10%: a busy
     # machine serves the shaper's timers late. On a shared machine that may be worse for a while, hence three tries.
-    least = (payload - 2 * Link(BITS).burst) * 8 / (BITS * PAYLOAD / FRAME)
+    least = (payload - 2 * Link(BITS, delay=0.001).burst) * 8 / (BITS * PAYLOAD / FRAME)
     took = []
     for _ in range(3):
         ends = streams(ranks, to, *options)

@@ -63,9 +63,7 @@ def all_reduce(codec: Codec, tensors: Sequence[Tensor], divisor: int = 1, seed: 
     return torch.cat(done).view(tensors[0].shape)
 
 
-def reduce_scatter(
-    codec: Codec, inputs: Sequence[Sequence[Tensor]], divisor: int = 1, seed: int = 0
-) -> list[Tensor]:
+def reduce_scatter(codec: Codec, inputs: Sequence[Sequence[Tensor]], divisor: int = 1, seed: int = 0) -> list[Tensor]:
     """Every rank's output, given every rank's list of inputs."""
     outputs = []
     for owner, own in enumerate(inputs):

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run
 from torch.distributed.device_mesh import init_device_mesh
 
 from narrowcast import distributed as ncd
 from narrowcast import errors
-from ranks import run
 
 X = torch.ones(4)
 F = ncd.functional
@@ -20,7 +20,11 @@ F = ncd.functional
 # What is called in a group of two, the error, and words that its message holds.
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "whole numbers": (lambda: ncd.all_reduce(torch.ones(4).int()), errors.DtypeError, ["tensor:", "int32", ".float()"]),
-    "complex numbers": (lambda: ncd.all_reduce(torch.ones(4) * 1j), errors.DtypeError, ["tensor:", "complex64", "real"]),
+    "complex numbers": (
+        lambda: ncd.all_reduce(torch.ones(4) * 1j),
+        errors.DtypeError,
+        ["tensor:", "complex64", "real"],
+    ),
     "no tensor": (lambda: ncd.all_reduce([1.0]), errors.DtypeError, ["tensor:", "list"]),  # type: ignore[arg-type]
     "sparse": (lambda: ncd.all_reduce(torch.eye(4).to_sparse()), errors.DtypeError, ["tensor:", "to_dense()"]),
     "unknown codec": (lambda: ncd.all_reduce(X, codec="int9"), errors.SpecError, ["int9"]),

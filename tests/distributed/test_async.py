@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run
 from torch import Tensor
 
 from cases import mixed
 from narrowcast import distributed as ncd
 from narrowcast.errors import CollectiveError
-from ranks import run
 
 SIZES = (3, 700, 60_000, 0, 128, 9_000)
 
@@ -50,7 +50,9 @@ def many(rank: int, world: int) -> None:
     for i in order:
         work, found, expected = pending[i]
         assert work.wait() is True
-        assert work.is_completed() and work.is_success() and work.exception() is None
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
         assert torch.equal(found, expected), i
 
 
@@ -62,9 +64,11 @@ def test_results_of_many_in_flight_never_swap(world: int) -> None:
 def works(rank: int) -> None:
     x = torch.full((1000,), float(rank))
     work = ncd.all_reduce(x, async_op=True, codec="raw")
-    assert isinstance(work, dist.Work) and isinstance(work, ncd.Work)
+    assert isinstance(work, dist.Work)
+    assert isinstance(work, ncd.Work)
     (result,) = work.get_future().wait()
-    assert result is x and work.result() == [x]
+    assert result is x
+    assert work.result() == [x]
     assert work.get_future() is work.get_future()
     assert bool((x == 1.0).all())
 
@@ -110,7 +114,8 @@ def temporaries(rank: int) -> None:
     ]
     for i, (output, one) in enumerate(zip(outputs, work, strict=True)):
         one.wait()  # type: ignore[union-attr]
-        assert bool((output[0] == 10 * i).all()) and bool((output[1] == 10 * i + 1).all())
+        assert bool((output[0] == 10 * i).all())
+        assert bool((output[1] == 10 * i + 1).all())
 
 
 def test_inputs_in_flight_are_kept_alive() -> None:
@@ -151,7 +156,8 @@ def from_a_callback(rank: int) -> None:
     assert called.wait(20)
     works[0].wait()
     assert bool((y == 2.0).all())
-    assert "wait for itself" in str(errors[0]) and "async_op=True" in str(errors[0])
+    assert "wait for itself" in str(errors[0])
+    assert "async_op=True" in str(errors[0])
 
 
 def test_a_callback_may_start_a_collective_but_not_wait_for_one() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run
 from torch import Tensor
 
 from cases import DTYPES, mixed, same_bits
 from narrowcast import distributed as ncd
-from ranks import run
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
@@ -232,7 +232,9 @@ def with_graphs(rank: int) -> None:
     ncd.broadcast(parameter, 0, codec="raw")
     assert torch.equal(gathered[rank], before * 2)
     assert torch.equal(parameter, (mixed(300, seed=0) + mixed(300, seed=1)))
-    assert parameter.requires_grad and parameter.is_leaf and doubled.grad_fn is not None
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+    assert doubled.grad_fn is not None
     assert same_bits(x.detach(), before)
     doubled.sum().backward()
     assert torch.equal(x.grad, torch.full((300,), 2.0))  # type: ignore[arg-type]
@@ -245,7 +247,8 @@ def test_tensors_that_require_grad_are_read_and_written_outside_of_their_graph()
 def scalars(rank: int) -> None:
     x = torch.tensor(float(rank + 1))
     ncd.all_reduce(x, codec="raw")
-    assert x.item() == 6.0 and x.dim() == 0
+    assert x.item() == 6.0
+    assert x.dim() == 0
     ncd.broadcast(x, 2, codec="int8:block=row")
     output = torch.empty(3)
     ncd.all_gather_into_tensor(output, torch.tensor(float(rank)), codec="raw")
@@ -278,7 +281,8 @@ def in_subgroups(rank: int) -> None:
         else:
             for untouched, before in ((total, x), (sent, x)):
                 assert torch.equal(untouched, before)
-            assert bool((output == 9.0).all()) and bool((swapped == 9.0).all())
+            assert bool((output == 9.0).all())
+            assert bool((swapped == 9.0).all())
             assert ncd.all_reduce(total, group=group, async_op=True) is None
 
 
@@ -296,7 +300,8 @@ def beside_torch(rank: int) -> None:
             work = [ncd.all_reduce(ours, async_op=True, codec="raw"), dist.all_reduce(theirs, async_op=True)]
         for one in work:
             one.wait()
-        assert bool((ours == 3 * i).all()) and bool((theirs == 3 * (i + 100)).all())
+        assert bool((ours == 3 * i).all())
+        assert bool((theirs == 3 * (i + 100)).all())
 
 
 def test_the_callers_own_collectives_on_the_group_do_not_race_with_these() -> None:
@@ -320,5 +325,7 @@ def any_codec(rank: int) -> list[Tensor]:
 
 def test_a_codec_is_given_as_nc_codec_takes_it_and_is_int8_otherwise() -> None:
     for a, b, c, default, int8 in run(2, any_codec):
-        assert torch.equal(a, b) and torch.equal(a, c)
-        assert torch.equal(default, int8) and not torch.equal(a, int8)
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+        assert torch.equal(default, int8)
+        assert not torch.equal(a, int8)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
+from ranks import run
 from torch import Tensor
 
 from cases import mixed, same_bits
 from narrowcast import distributed as ncd
-from ranks import run
 
 CODEC = "int4:block=32,stochastic=true"
 

@@ -5,15 +5,15 @@ The model is model.py. Every codec of the table in cases.py is held to it.
 
 from __future__ import annotations
 
+import model
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run
 from torch import Tensor
 
-import model
 from cases import CODECS, DTYPES, mixed, same_bits
 from narrowcast import distributed as ncd
-from ranks import run
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 SEED = 7

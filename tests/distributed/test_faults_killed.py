@@ -37,10 +37,10 @@ def _survive(rank: int, op: str, place: str, victim: int, numel: int, async_op: 
     return first, again, other
 
 
-def _check_survivors(outcomes: list[ranks.Outcome], op: str, victim: int) -> None:
-    assert outcomes[victim].exitcode == -signal.SIGKILL
-    for rank, outcome in enumerate(outcomes):
+def _check_survivors(outcomes: list[ranks.Outcome], op: str, victim: int, first_rank: int = 0) -> None:
+    for rank, outcome in enumerate(outcomes, first_rank):
         if rank == victim:
+            assert outcome.exitcode == -signal.SIGKILL
             continue
         assert outcome.error is None, outcome.trace
         assert outcome.exitcode == 0
@@ -80,18 +80,31 @@ def test_all_reduce_survivors_raise_and_name_the_dead_rank(world: int, place: st
         ("reduce_scatter_tensor", "after headers"),
         ("broadcast", "encoding"),
         ("broadcast", "after headers"),
-        ("broadcast", "stage two"),
     ],
 )
 def test_survivors_of_other_collectives_raise(op: str, place: str) -> None:
-    # Of a broadcast rank 0 is the source; in its second stage every other rank passes a piece on.
-    _kill(3, op, place, victim=1 if place == "stage two" else 0)
+    _kill(3, op, place, victim=0)
+
+
+def test_a_broadcast_fails_where_a_piece_is_missing_and_the_source_raises_in_its_next_call() -> None:
+    outcomes = ranks.outcomes_of(3, _survive, "broadcast", "stage two", 1, 300_000, False, timeout=8)
+    _check_survivors(outcomes[1:], "broadcast", victim=1, first_rank=1)
+    (first, _), (later, seconds), _ = outcomes[0].value
+    assert first is None, "the source has every piece"
+    assert "rank 1 is gone" in str(later)
+    assert seconds < SOON
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("place", ["encoding", "between stages", "stage two"])
 def test_survivors_name_the_dead_rank_that_hosted_the_store(world: int, place: str) -> None:
     _kill(world, "all_reduce", place, victim=0, tcp=True)
+
+
+@pytest.mark.parametrize("place", ["after headers", "stage one", "between stages", "stage two"])
+def test_survivors_raise_soon_where_rows_are_half_way_through_when_the_rank_dies(place: str) -> None:
+    # 4 MB per row is more than sockets hold. The group's timeout is far away: gloo alone would wait for it.
+    _kill(3, "all_reduce", place, victim=1, numel=12_000_000, group_timeout=60)
 
 
 @pytest.mark.parametrize("place", ["encoding", "stage two"])
@@ -101,7 +114,7 @@ def test_an_asynchronous_survivor_raises_from_wait(place: str) -> None:
 
 @pytest.mark.parametrize("place", ["encoding", "between stages"])
 def test_survivors_of_a_small_tensor_that_travels_with_its_header_raise(place: str) -> None:
-    _kill(3, "all_reduce", place, victim=2, numel=500)
+    _kill(3, "all_reduce", place, victim=2, numel=3000)
 
 
 def _finish_before_noticing(rank: int) -> Any:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import model
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-import model
 import narrowcast as nc
 from cases import mixed, same_bits
 from narrowcast import distributed as ncd
 from narrowcast.distributed import agreement
-from ranks import run
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 SHAPES = [(2, 2), (2, 3), (4, 2), (1, 4), (4, 1), (1, 1)]
@@ -49,7 +49,7 @@ def reduced(rank: int, hosts: int, local: int) -> list[Tensor]:
 
 
 def expected(case: int, hosts: int, local: int) -> Tensor:
-    """The three steps in plain codec calls: sums within hosts, the two-stage reduction between, the parts put together."""
+    """The three steps in plain codec calls: sums within hosts, the reduction between them, the parts together."""
     spec, near, numel, dtype, op = CASES[case]
     lossless = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "raw")
     codec, close = nc.codec(spec), nc.codec(near or lossless)
@@ -78,7 +78,7 @@ def test_every_rank_of_a_mesh_ends_with_the_same_bits_those_of_the_model(hosts: 
         assert same_bits(found[0][case], expected(case, hosts, local)), CASES[case]
 
 
-@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (2, 3)])
 def test_the_error_over_a_mesh_is_that_of_the_hosts_sums(hosts: int, local: int) -> None:
     """Sums within a host are exact up to fp32, so the bound is that of an all_reduce of the hosts' sums.
 

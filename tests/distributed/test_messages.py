@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import outcomes_of, run
 from torch import Tensor
 
 from cases import CODECS, DTYPES, mixed, same_bits
 from narrowcast import distributed as ncd
 from narrowcast.errors import MismatchError
-from ranks import outcomes_of, run
 
 CASES = [
     *((name, (4, 33), DTYPES[i % 4]) for i, name in enumerate(CODECS)),

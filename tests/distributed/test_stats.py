@@ -6,13 +6,13 @@ import time
 
 import pytest
 import torch
+from ranks import run
 from torch.distributed.device_mesh import init_device_mesh
 
 import narrowcast as nc
 from cases import mixed
 from narrowcast import distributed as ncd
 from narrowcast.distributed.agreement import header_bytes
-from ranks import run
 
 CODECS = ("raw", "int8", "int4:block=64", "sign", "nf4")
 
@@ -153,10 +153,24 @@ def profiled(rank: int) -> dict[str, list[tuple[str, float]]]:
     return found
 
 
+def outlived(rank: int) -> None:
+    """Collectives that are still in flight when the profile ends, again and again."""
+    for _ in range(20):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            work = [ncd.all_reduce(torch.ones(20_000), async_op=True) for _ in range(3)]
+        for one in work:
+            one.wait()  # type: ignore[union-attr]
+        assert any(event.name == "narrowcast::all_reduce" for event in profile.events() or ())
+
+
+def test_a_profile_may_end_before_the_collectives_that_it_saw_begin() -> None:
+    run(2, outlived)
+
+
 def test_the_profiler_shows_collectives_and_what_they_spend() -> None:
     for found in run(2, profiled):
         spent = {run: dict(ranges) for run, ranges in found.items()}
         for run_name in ("sync", "mesh"):
             assert spent[run_name].keys() >= {"narrowcast::all_reduce", "narrowcast::encode", "narrowcast::decode"}
-        assert spent["async"]["narrowcast::all_reduce"] > 100  # us: until it is done, not until it is queued
+        assert spent["async"].keys() >= {"narrowcast::all_reduce", "narrowcast::all_reduce wait"}
         assert spent["others"].keys() >= {"narrowcast::all_to_all_single", "narrowcast::all_gather"}

@@ -57,7 +57,7 @@ def alike(first: Tensor, second: Tensor, name: str, other: str) -> None:
 
 
 def rows_alike(values: Sequence[Tensor], codec: Codec) -> None:
-    """With block=row, tensors of one dimension are a row each; others have rows of the one length that ranks agree on."""
+    """With block=row, tensors of one dimension are a row each; others have rows of the one length agreed on."""
     lengths = sorted({str(value.shape[-1]) if value.dim() > 1 else "all its" for value in values})
     if codec.block == "row" and len(lengths) > 1:
         raise ShapeError(

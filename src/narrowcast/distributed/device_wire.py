@@ -78,6 +78,9 @@ class StagedWire:
     def last_words(self, peer: int) -> bytes:
         return self.host.last_words(peer)
 
+    def retire(self) -> None:
+        self.host.retire()
+
     def leak(self) -> None:
         self.host.leak()
 
@@ -136,6 +139,9 @@ class NcclWire:
 
     def last_words(self, peer: int) -> bytes:
         return self.control.last_words(peer)
+
+    def retire(self) -> None:
+        self.control.retire()
 
     def leak(self) -> None:
         self.control.leak()

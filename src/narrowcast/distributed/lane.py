@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowcast.distributed.stats import span
 from narrowcast.errors import CollectiveError
 
 Job = Callable[[], list[Tensor]]
@@ -43,12 +44,18 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is done, and raise what went wrong."""
         seconds = timeout.total_seconds() if timeout else None
-        if not self._done.wait(seconds or None):
+        with span(f"narrowcast::{self._op} wait"):
+            done = self._done.wait(seconds or None)
+        if not done:
             raise CollectiveError(f"{self._op}: not done after {seconds:g} s, the timeout given to wait().")
         if self._error is not None:
             raise self._error
         self._finish()
         return True
+
+    def done_within(self, seconds: float) -> bool:
+        """Wait for its end, well or not, for so long at most; whether it came."""
+        return self._done.wait(seconds)
 
     def is_completed(self) -> bool:
         return self._done.is_set()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from narrowcast.distributed.coder import Coder
 from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.lane import Job, Work
 from narrowcast.distributed.peers import Peers
-from narrowcast.distributed.stats import Meter, profiling, span
+from narrowcast.distributed.stats import Meter, span
 from narrowcast.distributed.wire import Wire
 from narrowcast.errors import ShapeError
 
@@ -76,7 +75,7 @@ def start(peers: Peers, op: str, job: Job, tensors: Sequence[Tensor], async_op: 
         return work if async_op else None
     if async_op:
         work = Work(op, job)
-        with _range_until_done(op, work):
+        with span(f"narrowcast::{op}"):  # a range that lasted until it is done might outlive the profile: torch crashes
             peers.lane.submit(work)
         return work
     peers.lane.run(op, job)
@@ -109,14 +108,3 @@ def writable(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
 def _run(work: Work) -> list[Tensor]:
     work.run()
     return work.result()
-
-
-@contextlib.contextmanager
-def _range_until_done(op: str, work: Work) -> Iterator[None]:
-    """In a profile of the caller's thread, an asynchronous collective is a range until it is done."""
-    if not profiling():
-        yield
-        return
-    with torch.profiler.record_function(f"narrowcast::{op}") as record:
-        record._call_end_callbacks_on_future(work.get_future())
-        yield

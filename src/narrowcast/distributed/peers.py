@@ -17,6 +17,7 @@ as its last words before it breaks the connections.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -109,6 +110,8 @@ class Peers:
             here = self.ranks[self.rank]
             wire.close(Failure("gone", here, here, self._calls, "a collective", reason).to_bytes())
         self.lane.close(reason)
+        if wire is not None:
+            wire.retire()
         self.arena.clear()
 
     def leak(self) -> None:
@@ -141,12 +144,15 @@ class Peers:
     def _fail(self, kind: str, peer: int, op: str, reason: str) -> Failure:
         """Write down a failure, break the wire, and return the failure that all ranks believe in."""
         wire, self._wire = self._wire, None
-        heard = wire.last_words(peer) if wire is not None and kind == "gone" else b""
-        seen = Failure(kind, self.ranks[peer], self.ranks[self.rank], self._calls, op, reason)
-        failure = self._board.report(self._generation, Failure.from_bytes(heard) if heard else seen)
+        failure = Failure(kind, self.ranks[peer], self.ranks[self.rank], self._calls, op, reason[:300])
+        if wire is not None and kind == "gone":
+            with contextlib.suppress(ValueError):  # it gave no reason
+                failure = Failure.from_bytes(wire.last_words(peer))
+        failure = self._board.report(self._generation, failure)
         self._generation += 1
         if wire is not None:
             wire.close(failure.to_bytes())
+            wire.retire()
         return failure
 
 

@@ -28,14 +28,20 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import _enable_record_function  # type: ignore[attr-defined]
 
 from narrowcast.distributed import agreement
+from narrowcast.distributed.lane import Lane, Work
 
 EAGER = int(__import__("os").environ.get("NCE", 32)) * 1024
 """Rows of up to so many bytes travel with the header (bench/wire.py, table of small tensors)."""
 
+LONG = 256 * 1024
+"""Rows from so many bytes on are watched while they travel: a thread switch of about 0.1 ms, where they take more."""
+
 _HEADERS, _ROWS, _LAST_WORDS, _NEVER_SENT = 0, 1, 2, 3
 _WORDS_BYTES = 2048
+_GLANCE_SECONDS = 0.2
 
 
 class WireError(Exception):
@@ -90,6 +96,9 @@ class Wire(Protocol):
     def last_words(self, peer: int) -> bytes:
         """The reason that a peer gave when it broke the connections; nothing from one that gave none."""
 
+    def retire(self) -> None:
+        """Let go of its thread, once nothing is on its way any more."""
+
     def leak(self) -> None:
         """Make sure that nothing is ever closed: in a forked child, the threads that would do it do not exist."""
 
@@ -114,6 +123,8 @@ class HostWire:
         self._slots = torch.empty(2, self.size, self._length + EAGER, dtype=torch.uint8)
         self._headers: list[_Message] = []
         self._expected: deque[list[_Message]] = deque()
+        self._waits = Lane("narrowcast wire")
+        self._scrap = torch.empty(1, dtype=torch.uint8)
         self._heard = torch.zeros(self.size, _WORDS_BYTES, dtype=torch.uint8)
         self._listening = [self._receive(self._heard[peer], peer, _LAST_WORDS) for peer in self._sources]
 
@@ -170,8 +181,7 @@ class HostWire:
             if turn < len(self._targets):
                 row = outgoing(self._targets[turn], turn)
             arrived(came)
-            receive.wait()
-            send.wait()
+            self._wait(receive, send)
             came = receive.peer
         arrived(came)
 
@@ -189,8 +199,33 @@ class HostWire:
     def last_words(self, peer: int) -> bytes:
         return self._heard[peer].numpy().tobytes().rstrip(b"\0")
 
+    def retire(self) -> None:
+        self._waits.close("the wire is not used any more", wait=0.1)
+
     def leak(self) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    def _wait(self, *messages: _Message) -> None:
+        """Wait for the rows of a round.
+
+        gloo does not wake the wait for a message that was half-way through when its connection broke: it signals those
+        that had not begun. So rows that are half-way for long are waited for aside, while this thread looks now and
+        then whether the connections are still there: gloo refuses to start a receive on one that is not.
+        """
+
+        def wait() -> list[Tensor]:
+            for message in messages:
+                message.wait()
+            return []
+
+        if max(message.nbytes for message in messages) < LONG:
+            wait()
+            return
+        aside = self._waits.submit(Work("a round", wait))
+        while not aside.done_within(_GLANCE_SECONDS):
+            for message in messages:
+                self._receive(self._scrap, message.peer, _NEVER_SENT)
+        aside.wait()
 
     def _expect_headers(self) -> list[_Message]:
         return [self._receive(self._slots[1, peer], peer, _HEADERS) for peer in self._sources]
@@ -207,11 +242,17 @@ class _Message:
 
     def __init__(self, start: Any, row: Tensor, peer: int, tag: int, timeout: timedelta) -> None:
         self.peer = peer
+        self.nbytes = row.numel()
         self.timeout = timeout
+        # A profiler would open a range that the end of the message closes. Headers are received ahead of their call,
+        # maybe after the profile was taken, and torch then crashes on the range.
+        _enable_record_function(False)
         try:
-            self._work = start([row], peer, tag) if row.numel() else None
+            self._work = start([row], peer, tag) if self.nbytes else None
         except RuntimeError as error:
             raise self._failed(error) from error
+        finally:
+            _enable_record_function(True)
 
     def wait(self, timeout: timedelta | None = None) -> None:
         if self._work is None:

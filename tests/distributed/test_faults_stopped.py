@@ -1,0 +1,184 @@
+"""A rank that is stopped: the others raise at the group's timeout, and all go on together once it wakes up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import faults
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+from narrowcast import distributed as ncd
+from narrowcast.errors import CollectiveError
+
+pytestmark = pytest.mark.timeout(60)
+
+LIMIT = 2.0
+OVER = 1.1 * LIMIT + 0.15  # the tests' own allowance for a loaded machine
+
+
+def _wake(processes: list[Any], victim: int, after: float) -> None:
+    """Wait until the victim has stopped itself, and send it on some seconds later."""
+    pid, deadline = processes[victim].pid, time.monotonic() + 10
+    while not _stopped(pid):
+        assert time.monotonic() < deadline, "the victim never came to the place where it stops"
+        time.sleep(0.01)
+    time.sleep(after)
+    os.kill(pid, signal.SIGCONT)
+
+
+def _stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] == "T"
+
+
+def _total(world: int, numel: int = 300_000) -> torch.Tensor:
+    return torch.stack([faults.data(rank, numel) for rank in range(world)]).sum(0)
+
+
+def _right(rank: int, world: int, group: Any = None) -> bool:
+    """Whether an all_reduce of all ranks ends with the right numbers."""
+    tensor = faults.data(rank)
+    ncd.all_reduce(tensor, group=group, codec="raw")
+    return torch.allclose(tensor, _total(world), atol=1e-5)
+
+
+def _stop_and_go_on(rank: int, op: str, place: str, victim: int, calls: int) -> Any:
+    world = dist.get_world_size()
+    assert _right(rank, world)
+    dist.barrier()
+    if rank == victim:
+        if place == "before":
+            faults.stop()
+        else:
+            faults.at(place, faults.stop)
+    errors = [faults.error_of(lambda: faults.call(op, rank, numel=4_000_000)) for _ in range(calls)]
+    return errors, _right(rank, world), _right(rank, world)
+
+
+def _check(outcomes: list[ranks.Outcome], op: str, victim: int) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, outcome.trace
+        assert outcome.exitcode == 0
+        errors, *right = outcome.value
+        assert all(right)
+        for n, (error, seconds) in enumerate(errors):
+            assert type(error) is CollectiveError, error
+            assert str(error).startswith(op)
+            assert n > 0 or f"rank {victim} did not answer" in str(error)
+            assert rank == victim or 0.8 * LIMIT < seconds < OVER
+
+
+@pytest.mark.parametrize(
+    ("world", "op", "place"),
+    [
+        (2, "all_reduce", "between stages"),
+        (4, "all_reduce", "encoding"),
+        (4, "all_reduce", "stage two"),
+        (3, "all_gather", "after headers"),
+    ],
+)
+def test_others_raise_at_the_timeout_and_all_go_on_after_it(world: int, op: str, place: str) -> None:
+    outcomes = ranks.outcomes_of(
+        world,
+        _stop_and_go_on,
+        op,
+        place,
+        world - 1,
+        1,
+        timeout=20,
+        group_timeout=LIMIT,
+        meanwhile=lambda processes: _wake(processes, world - 1, 1.3 * LIMIT),
+    )
+    _check(outcomes, op, world - 1)
+
+
+@pytest.mark.parametrize(("world", "place"), [(2, "before"), (3, "between stages")])
+def test_the_same_holds_where_the_stopped_rank_hosts_the_store(world: int, place: str) -> None:
+    outcomes = ranks.outcomes_of(
+        world,
+        _stop_and_go_on,
+        "all_reduce",
+        place,
+        0,
+        1,
+        timeout=20,
+        group_timeout=LIMIT,
+        tcp=True,
+        meanwhile=lambda processes: _wake(processes, 0, 1.3 * LIMIT),
+    )
+    _check(outcomes, "all_reduce", 0)
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_calls_made_while_the_rank_is_still_stopped_raise_at_the_timeout_too(tcp: bool) -> None:
+    outcomes = ranks.outcomes_of(
+        3,
+        _stop_and_go_on,
+        "all_reduce",
+        "before",
+        0,
+        2,
+        timeout=25,
+        group_timeout=LIMIT,
+        tcp=tcp,
+        meanwhile=lambda processes: _wake(processes, 0, 2.4 * LIMIT),
+    )
+    _check(outcomes, "all_reduce", 0)
+
+
+def _first_call(rank: int) -> Any:
+    if rank == 1:
+        faults.stop()
+    return faults.error_of(lambda: faults.call("all_reduce", rank)), _right(rank, 2)
+
+
+def test_a_rank_that_does_not_come_to_the_first_collective_is_named_and_may_come_to_the_next() -> None:
+    outcomes = ranks.outcomes_of(
+        2, _first_call, timeout=20, group_timeout=LIMIT, meanwhile=lambda processes: _wake(processes, 1, 1.3 * LIMIT)
+    )
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.trace
+        (error, seconds), right = outcome.value
+        assert type(error) is CollectiveError
+        assert "rank 1 did not come" in str(error)
+        assert seconds < OVER
+        assert right
+
+
+def _go_on_without(rank: int) -> Any:
+    assert _right(rank, 3)
+    dist.barrier()
+    if rank == 2:
+        faults.stop()
+        return faults.error_of(lambda: faults.call("all_reduce", rank)), True
+    failed = faults.error_of(lambda: faults.call("all_reduce", rank))
+    pair = dist.new_group([0, 1], use_local_synchronization=True, timeout=timedelta(seconds=LIMIT))
+    return failed, _right(rank, 2, pair)
+
+
+def test_a_new_group_of_the_others_works_while_the_rank_is_stopped() -> None:
+    stopped_until = []
+
+    def meanwhile(processes: list[Any]) -> None:
+        deadline = time.monotonic() + 15
+        while any(process.is_alive() for process in processes[:2]):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        stopped_until.append(_stopped(processes[2].pid))
+        os.kill(processes[2].pid, signal.SIGCONT)
+
+    outcomes = ranks.outcomes_of(3, _go_on_without, timeout=20, group_timeout=LIMIT, meanwhile=meanwhile)
+    assert stopped_until == [True]
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.trace
+        (error, seconds), right = outcome.value
+        assert type(error) is CollectiveError
+        assert seconds < OVER
+        assert right
