@@ -47,6 +47,9 @@ Delay = Annotated[str | None, typer.Option(metavar="TIME", help="From rank to ra
 By = Annotated[
     str, typer.Option(help="Who delays: netem (the kernel), line (user space), auto: netem if there is one.")
 ]
+Tcp = Annotated[
+    str | None, typer.Option(metavar="NAME", help="How TCP shares a link: cubic, reno, bbr; else the machine's way.")
+]
 Only = Annotated[list[int] | None, typer.Option(metavar="RANK", help="Print this rank alone (repeat for more).")]
 Keep = Annotated[bool, typer.Option("--keep-going", help="When a rank fails, let the others run.")]
 Grace = Annotated[
@@ -63,6 +66,7 @@ def netlab(
     rate: Rate = None,
     delay: Delay = None,
     delay_by: By = "auto",
+    tcp: Tcp = None,
     only: Only = None,
     keep_going: Keep = False,
     grace: Grace = 3.0,
@@ -77,7 +81,7 @@ def netlab(
 
     try:
         check(command, ranks, only or [], grace, json_file)
-        network = Network(ranks, rate, delay, delay_by=delay_by)
+        network = Network(ranks, rate, delay, delay_by=delay_by, tcp=tcp)
         results = run(network, command, Output(only or []), say, grace=grace, keep_going=keep_going)
     except NetlabError as error:
         console.print(f"netlab: {error}", markup=False, style="red")

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -36,15 +37,28 @@ DELAYERS = ("auto", "netem", "line")
 ISOLATED = "learning off flood off mcast_flood off bcast_flood off"
 # On interfaces yet to come: IPv6 would announce itself and its groups, and the counters would show it.
 NO_IPV6 = "! cd /proc/sys/net/ipv6/conf/default 2> /dev/null || echo 1 > disable_ipv6"
+TCP_HINT = (
+    "--tcp: namespaces take what the machine has (net.ipv4.tcp_available_congestion_control) and allows: "
+    'sysctl -w net.ipv4.tcp_allowed_congestion_control="$(sysctl -n net.ipv4.tcp_allowed_congestion_control) {}"'
+)
 LINE_STARTS = 10  # seconds that the delay line may take to start
 _count = itertools.count()
 
 
 class Network:
-    """Ranks on a switch. `delay_by`: netem (the kernel), line (user space) or auto, the first that there is."""
+    """Ranks on a switch. `delay_by`: netem (the kernel), line (user space) or auto, the first that there is.
+
+    `tcp`: how TCP shares a link (congestion control): cubic, reno, bbr; the machine's own unless given.
+    """
 
     def __init__(
-        self, ranks: int, rate: str | None = None, delay: str | None = None, *, delay_by: str = "auto"
+        self,
+        ranks: int,
+        rate: str | None = None,
+        delay: str | None = None,
+        *,
+        delay_by: str = "auto",
+        tcp: str | None = None,
     ) -> None:
         if not 1 <= ranks <= MOST:
             raise NetlabError(f"--ranks {ranks}: there can be 1 to {MOST} of them. Write, for example, --ranks 4.")
@@ -57,6 +71,7 @@ class Network:
         prefix = owners.prefix(next(_count))
         self.switch = f"{prefix}switch"
         self.namespaces = [f"{prefix}{rank}" for rank in range(ranks)]
+        self.tcp = tcp
         self._processes: list[subprocess.Popen[bytes]] = []
         self._line: subprocess.Popen[bytes] | None = None
 
@@ -91,6 +106,9 @@ class Network:
         run("ip", lines=[f"netns add {name}" for name in names], hint=permission.refused())
         for name in names:
             run("ip", "netns", "exec", name, "sh", "-c", NO_IPV6)
+            if self.tcp:
+                set_it = f"echo {shlex.quote(self.tcp)} > /proc/sys/net/ipv4/tcp_congestion_control"
+                run("ip", "netns", "exec", name, "sh", "-c", set_it, hint=TCP_HINT.format(self.tcp))
         ports = range(len(self.namespaces))
         lines = ["link add switch type bridge stp_state 0 mcast_snooping 0", "link set switch up"]
         for rank, name in enumerate(self.namespaces):

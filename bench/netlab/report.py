@@ -28,7 +28,7 @@ def congestion_control() -> str:
 def headline(network: Network) -> str:
     how = [str(network.link), *([MADE_BY[network.delay_by]] if network.link.delay else [])]
     count = len(network.addresses)
-    return f"{count} rank{'s' if count > 1 else ''}, {', '.join(how)}, TCP {congestion_control()}"
+    return f"{count} rank{'s' if count > 1 else ''}, {', '.join(how)}, TCP {network.tcp or congestion_control()}"
 
 
 def summary(network: Network, counters: list[Counters], ended: Mapping[int, Ended], code: int) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def summary(network: Network, counters: list[Counters], ended: Mapping[int, Ende
         "rate_bits_per_second": network.link.rate,
         "delay_seconds": network.link.delay,
         "delay_by": network.delay_by,
-        "tcp": congestion_control(),
+        "tcp": network.tcp or congestion_control(),
         "exit_code": code,
         "per_rank": rows,
     }

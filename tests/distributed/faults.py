@@ -17,9 +17,12 @@ from torch import Tensor
 
 from narrowcast import distributed as ncd
 from narrowcast.distributed.coder import Coder
-from narrowcast.distributed.wire import HostWire
+from narrowcast.distributed.exchange import Exchange
+from narrowcast.distributed.wire import _HEADERS, EAGER, HostWire
 
 Action = Callable[[], object]
+NUMEL = 4 * 2 * EAGER
+"""So many elements that even int8 rows for one of four ranks do not travel with a header."""
 
 
 def die() -> None:
@@ -30,6 +33,18 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def is_stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] == "T"
+
+
+def wait_until_stopped(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while not is_stopped(pid):
+        assert time.monotonic() < deadline, "the victim never came to the place where it stops"
+        time.sleep(0.01)
+
+
 def run_out_of_memory() -> None:
     raise MemoryError("no room left for codes")
 
@@ -37,81 +52,67 @@ def run_out_of_memory() -> None:
 def at(place: str, action: Action) -> None:
     """Do `action` once, the next time that this process comes to a place of a collective."""
     if place == "encoding":
-        _before(Coder, "encode", action)
+        _patch(Coder, "encode", action)
     elif place == "after headers":
-        _in_rounds(1, "outgoing", action)
-    elif place == "stage one":
-        _in_rounds(1, "arrived", action)
+        _patch(HostWire, "agree", action, after=True)
+    elif place == "stage one":  # a row is on the wire
+        _patch(HostWire, "_send", action, after=True, when=lambda row, peer, tag: tag != _HEADERS and len(row) > 0)
     elif place == "between stages":
-        _before(Coder, "sum_encode", action)
-    elif place == "the sum":
-        _before(Coder, "sum", action)
-    elif place == "stage two":
-        _in_rounds(2, "outgoing", action)
+        _patch(Coder, "sum_encode", action)
+    elif place == "stage two":  # nothing of it was sent yet
+        _patch(Coder, "sum_encode", action, after=True)
+    elif place == "passing on":
+        _patch(Exchange, "share", action)
     elif place == "decoding":
-        _before(Coder, "decode", action)
+        _patch(Coder, "decode", action)
     else:
         raise KeyError(place)
 
 
-def _before(owner: type, name: str, action: Action) -> None:
+def _patch(
+    owner: type, name: str, action: Action, *, after: bool = False, when: Callable[..., bool] = lambda *args: True
+) -> None:
     plain = getattr(owner, name)
 
-    def acting(self: Any, *args: Any) -> Any:
-        setattr(owner, name, plain)
-        action()
-        return plain(self, *args)
+    def acting(self: Any, *args: Any, **options: Any) -> Any:
+        now = when(*args)
+        if now:
+            setattr(owner, name, plain)
+        if now and not after:
+            action()
+        result = plain(self, *args, **options)
+        if now and after:
+            action()
+        return result
 
     setattr(owner, name, acting)
 
 
-def _in_rounds(which: int, moment: str, action: Action) -> None:
-    """In the `which`-th exchange of rows from now on: before this rank's first row is sent, or while it is."""
-    plain, seen = HostWire.rounds, [0]
-
-    def acting(self: HostWire, outgoing: Any, arrived: Any, *args: Any) -> None:
-        def then(callback: Any) -> Any:
-            def wrapped(*values: Any) -> Any:
-                if HostWire.rounds is not plain:
-                    setattr(HostWire, "rounds", plain)  # noqa: B010
-                    action()
-                return callback(*values)
-
-            return wrapped
-
-        seen[0] += 1
-        if seen[0] == which:
-            outgoing, arrived = (then(outgoing), arrived) if moment == "outgoing" else (outgoing, then(arrived))
-        plain(self, outgoing, arrived, *args)
-
-    setattr(HostWire, "rounds", acting)  # noqa: B010
-
-
-def data(rank: int, numel: int = 300_000) -> Tensor:
-    """Values of a rank. The usual size has rows far larger than those that travel with a header."""
+def data(rank: int, numel: int = NUMEL) -> Tensor:
+    """Values of a rank."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
-def all_reduce(rank: int, world: int, numel: int = 300_000, **options: Any) -> Any:
+def all_reduce(rank: int, world: int, numel: int = NUMEL, **options: Any) -> Any:
     return ncd.all_reduce(data(rank, numel), **options)
 
 
-def all_gather(rank: int, world: int, numel: int = 300_000, **options: Any) -> Any:
+def all_gather(rank: int, world: int, numel: int = NUMEL, **options: Any) -> Any:
     outputs = [torch.empty(numel) for _ in range(world)]
     return ncd.all_gather(outputs, data(rank, numel), **options)
 
 
-def all_to_all_single(rank: int, world: int, numel: int = 300_000, **options: Any) -> Any:
+def all_to_all_single(rank: int, world: int, numel: int = NUMEL, **options: Any) -> Any:
     source = data(rank, numel // world * world)
     return ncd.all_to_all_single(torch.empty_like(source), source, **options)
 
 
-def reduce_scatter_tensor(rank: int, world: int, numel: int = 300_000, **options: Any) -> Any:
+def reduce_scatter_tensor(rank: int, world: int, numel: int = NUMEL, **options: Any) -> Any:
     output = torch.empty(numel // world)
     return ncd.reduce_scatter_tensor(output, data(rank, len(output) * world), **options)
 
 
-def broadcast(rank: int, world: int, numel: int = 300_000, **options: Any) -> Any:
+def broadcast(rank: int, world: int, numel: int = NUMEL, **options: Any) -> Any:
     return ncd.broadcast(data(rank, numel), src=0, **options)
 
 

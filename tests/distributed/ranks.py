@@ -5,6 +5,7 @@ Processes come from a fork server that has imported torch once, so that a group 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -42,11 +43,10 @@ def run(
     *args: Any,
     timeout: float = 60.0,
     group_timeout: float = 30.0,
-    init: bool = True,
-    tcp: bool = False,
+    **options: Any,
 ) -> list[Any]:
     """Run `function(rank, *args)` on `world` ranks and return what each returned; the first error is raised."""
-    outcomes = outcomes_of(world, function, *args, timeout=timeout, group_timeout=group_timeout, init=init, tcp=tcp)
+    outcomes = outcomes_of(world, function, *args, timeout=timeout, group_timeout=group_timeout, **options)
     for rank, outcome in enumerate(outcomes):
         if outcome.error is not None:
             raise AssertionError(f"rank {rank} of {world}:\n{outcome.trace}") from outcome.error
@@ -105,10 +105,8 @@ def _collect(pipes: list[Connection], processes: list[Any], outcomes: list[Outco
             raise AssertionError(f"ranks {sorted(open_pipes.values())} did not finish in time: they hang")
         for pipe in ready:
             rank = open_pipes.pop(pipe)  # type: ignore[index,arg-type]
-            try:
+            with contextlib.suppress(EOFError):  # it died without a word
                 outcomes[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
-                pass  # it died without a word
     for rank, process in enumerate(processes):
         process.join(max(0.0, deadline - time.monotonic()))
         assert process.exitcode is not None, f"rank {rank} returned but does not exit"

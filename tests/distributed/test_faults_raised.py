@@ -11,7 +11,6 @@ import threading
 import time
 from typing import Any
 
-import cases
 import faults
 import pytest
 import ranks
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import cases
 import narrowcast as nc
 from narrowcast import distributed as ncd
 from narrowcast.errors import CollectiveError

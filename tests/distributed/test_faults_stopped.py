@@ -25,20 +25,13 @@ OVER = 1.1 * LIMIT + 0.15  # the tests' own allowance for a loaded machine
 
 def _wake(processes: list[Any], victim: int, after: float) -> None:
     """Wait until the victim has stopped itself, and send it on some seconds later."""
-    pid, deadline = processes[victim].pid, time.monotonic() + 10
-    while not _stopped(pid):
-        assert time.monotonic() < deadline, "the victim never came to the place where it stops"
-        time.sleep(0.01)
+    pid = processes[victim].pid
+    faults.wait_until_stopped(pid)
     time.sleep(after)
     os.kill(pid, signal.SIGCONT)
 
 
-def _stopped(pid: int) -> bool:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()[0] == "T"
-
-
-def _total(world: int, numel: int = 300_000) -> torch.Tensor:
+def _total(world: int, numel: int = faults.NUMEL) -> torch.Tensor:
     return torch.stack([faults.data(rank, numel) for rank in range(world)]).sum(0)
 
 
@@ -133,23 +126,60 @@ def test_calls_made_while_the_rank_is_still_stopped_raise_at_the_timeout_too(tcp
     _check(outcomes, "all_reduce", 0)
 
 
-def _first_call(rank: int) -> Any:
-    if rank == 1:
+def _first_call(rank: int, victim: int) -> Any:
+    if rank == victim:
         faults.stop()
     return faults.error_of(lambda: faults.call("all_reduce", rank)), _right(rank, 2)
 
 
-def test_a_rank_that_does_not_come_to_the_first_collective_is_named_and_may_come_to_the_next() -> None:
+@pytest.mark.parametrize(("victim", "tcp"), [(1, False), (0, True)])
+def test_a_rank_that_does_not_come_to_the_first_collective_may_come_to_the_next(victim: int, tcp: bool) -> None:
     outcomes = ranks.outcomes_of(
-        2, _first_call, timeout=20, group_timeout=LIMIT, meanwhile=lambda processes: _wake(processes, 1, 1.3 * LIMIT)
+        2,
+        _first_call,
+        victim,
+        timeout=20,
+        group_timeout=LIMIT,
+        tcp=tcp,
+        meanwhile=lambda processes: _wake(processes, victim, 1.3 * LIMIT),
     )
     for outcome in outcomes:
         assert outcome.error is None, outcome.trace
         (error, seconds), right = outcome.value
         assert type(error) is CollectiveError
-        assert "rank 1 did not come" in str(error)
+        reason = "the store of the group does not answer" if tcp else f"rank {victim} did not come"
+        assert reason in str(error)
         assert seconds < OVER
         assert right
+
+
+def _stop_and_fail() -> None:
+    faults.stop()
+    faults.run_out_of_memory()
+
+
+def _a_call_apart(rank: int) -> Any:
+    """Rank 2 stops, then fails in a broadcast that the others finish; what they give up is the call after it."""
+    assert _right(rank, 3)
+    dist.barrier()
+    if rank == 2:
+        faults.at("decoding", _stop_and_fail)
+    tensor = torch.full((10,), float(rank + 1))
+    first, _ = faults.error_of(lambda: ncd.broadcast(tensor, src=0, codec="raw"))
+    second, seconds = faults.error_of(lambda: faults.call("all_reduce", rank))
+    return type(first), tensor[0].item(), second, seconds, _right(rank, 3), _right(rank, 3)
+
+
+def test_ranks_that_were_a_call_apart_when_it_failed_are_in_step_again() -> None:
+    outcomes = ranks.run(
+        3, _a_call_apart, timeout=20, group_timeout=LIMIT, meanwhile=lambda processes: _wake(processes, 2, 1.3 * LIMIT)
+    )
+    for rank, (first, value, second, seconds, *right) in enumerate(outcomes):
+        assert (first, value) == ((MemoryError, 3.0) if rank == 2 else (type(None), 1.0))
+        assert type(second) is CollectiveError
+        assert "rank 2 did not answer" in str(second)
+        assert seconds < OVER
+        assert right == [True, True]
 
 
 def _go_on_without(rank: int) -> Any:
@@ -171,7 +201,7 @@ def test_a_new_group_of_the_others_works_while_the_rank_is_stopped() -> None:
         while any(process.is_alive() for process in processes[:2]):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        stopped_until.append(_stopped(processes[2].pid))
+        stopped_until.append(faults.is_stopped(processes[2].pid))
         os.kill(processes[2].pid, signal.SIGCONT)
 
     outcomes = ranks.outcomes_of(3, _go_on_without, timeout=20, group_timeout=LIMIT, meanwhile=meanwhile)

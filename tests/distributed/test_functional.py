@@ -7,6 +7,8 @@ in each dtype and gradients can be compared bit for bit.
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -351,8 +353,16 @@ def test_a_backward_that_others_do_not_join_raises_at_the_groups_timeout() -> No
 # -- torch.compile --------------------------------------------------------------------------------------------------
 
 
-def compiled(rank: int, backend: str) -> None:
+def compiled(rank: int) -> None:
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        compiled_by(backend, rank)
+
+
+def compiled_by(backend: str, rank: int) -> None:
     from torch._dynamo.utils import counters
+
+    counters.clear()
 
     def step(x: Tensor) -> Tensor:
         out = F.all_gather(x * 2, codec="int8", backward_codec="int4")
@@ -378,9 +388,13 @@ def compiled(rank: int, backend: str) -> None:
     assert counters["stats"]["unique_graphs"] == 4
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_code_breaks_at_a_collective_and_gives_the_same(backend: str) -> None:
-    run(2, compiled, backend)
+def test_compiled_code_breaks_at_a_collective_and_gives_the_same() -> None:
+    run(2, compiled)
+
+
+def test_importing_the_collectives_does_not_load_the_compiler() -> None:
+    code = "import sys; from narrowcast import distributed; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # -- a mixture of experts -------------------------------------------------------------------------------------------
@@ -394,7 +408,7 @@ def experts(rank: int, codec: str) -> list[float]:
     optimizer = torch.optim.Adam([*expert.parameters(), *embed.parameters()], lr=1e-2)
     tokens = torch.randn(64, 8)
     losses = []
-    for _ in range(60):
+    for _ in range(40):
         target = torch.where(tokens[:, :1] > 0, tokens.roll(1, 1), -tokens)
         owner = (tokens[:, 0] > 0).long()
         order = owner.argsort(stable=True)
@@ -414,4 +428,4 @@ def experts(rank: int, codec: str) -> list[float]:
 
 def test_a_mixture_of_experts_trains_through_a_quantized_all_to_all() -> None:
     for losses in run(2, experts, "int8"):
-        assert losses[-1] < losses[0] / 4
+        assert losses[-1] < losses[0] / 3

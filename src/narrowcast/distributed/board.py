@@ -10,10 +10,11 @@ import contextlib
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -64,26 +65,35 @@ class Failure:
 class Board:
     """What the ranks of a group tell each other through their store."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
-        self.store = store
+    def __init__(self, prefix: str, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+        self.prefix = prefix
         self.rank = rank
         self.ranks = ranks
         self.seconds = timeout.total_seconds()
+        self._groups = weakref.ref(store)  # the group's own, whose end is the group's end
+        self._store: dist.Store | None = None
 
     def page(self, generation: int) -> dist.PrefixStore:
-        """Where one generation of connections is arranged."""
-        return dist.PrefixStore(str(generation), self.store)
+        """Where one generation of connections is arranged. The first use opens a connection to the store."""
+        if self._store is None:
+            groups: Any = self._groups()
+            if groups is None:
+                raise RuntimeError("the process group was destroyed")
+            self._store = dist.PrefixStore(self.prefix, groups.clone())
+        return dist.PrefixStore(str(generation), self._store)
 
     def meet(self, generation: int, closing: threading.Event) -> str:
         """Wait until all ranks are here; otherwise say why not. What went wrong for others ends it early."""
-        page, over = self.page(generation), threading.Event()
+        over = threading.Event()
         missing: list[int] = []
         found: list[str] = []
 
         def look() -> None:
             pause = 0.001
             with contextlib.suppress(RuntimeError):
-                page.set(f"here/{self.rank}", "1")
+                page = self.page(generation)
+                if not over.is_set():
+                    page.set(f"here/{self.rank}", "1")
                 while not over.is_set():
                     missing[:] = [r for i, r in enumerate(self.ranks) if not page.check([f"here/{i}"])]
                     if page.check(["failure"]):
@@ -110,8 +120,9 @@ class Board:
 
     def report(self, generation: int, failure: Failure) -> Failure:
         """Write a failure down; returns the first one that was."""
-        page, text = self.page(generation), failure.to_bytes().decode()
-        return Failure.from_bytes(self._briefly(lambda: page.compare_set("failure", "", text), text.encode()))
+        text = failure.to_bytes().decode()
+        told = self._briefly(lambda: self.page(generation).compare_set("failure", "", text), text.encode())
+        return Failure.from_bytes(told)
 
     def _briefly(self, action: Callable[[], T], otherwise: T) -> T:
         results: list[T] = []

@@ -12,8 +12,7 @@ Two ways, both with the interface of `Wire`:
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,17 +29,17 @@ class StagedWire:
     def __init__(self, host: HostWire, device: torch.device) -> None:
         self.host = host
         self.rank, self.size = host.rank, host.size
-        self.turns, self.eager = host.turns, host.eager
+        self.turns, self.eager, self.pieces = host.turns, host.eager, host.pieces
         self._device = device
         self._arena = Arena()
-        self._expected: deque[tuple[Sequence[Tensor], Sequence[Tensor]]] = deque()
+        self._sent = self._expected = 0
 
     def agree(
         self,
         header: Tensor,
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
-        meanwhile: Callable[[], None],
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         def fetched(peer: int) -> Tensor | None:
             row = eager(peer)
@@ -48,41 +47,32 @@ class StagedWire:
 
         self.host.agree(header, fetched, incoming, meanwhile)
 
-    def expect(self, incoming: Sequence[Tensor]) -> None:
+    def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
         sizes = [len(row) for row in incoming]
-        twins = self._pinned(f"inbox {len(self._expected)}", sum(sizes)).split(sizes)
-        self._expected.append((incoming, twins))
-        self.host.expect(twins)
+        self._expected += 1
+        twins = self._pinned(f"inbox {self._expected % (2 * self.pieces)}", sum(sizes)).split(sizes)
+        arrivals = self.host.expect(twins, stage)
 
-    def rounds(
-        self, outgoing: Callable[[int, int], Tensor], arrived: Callable[[int], None], at_once: bool = False
-    ) -> None:
-        incoming, twins = self._expected.popleft()
+        def delivered() -> Iterator[int]:
+            for peer in arrivals():
+                incoming[peer].copy_(twins[peer])
+                yield peer
 
-        def fetched(peer: int, turn: int) -> Tensor:
-            row = outgoing(peer, turn)
-            twin = self._pinned(f"outbox {turn if at_once else turn % self.turns}", len(row))
-            return twin.copy_(row)  # blocks until the row is here
+        return delivered
 
-        def delivered(peer: int) -> None:
-            if peer != self.rank:
-                incoming[peer].copy_(twins[peer], non_blocking=True)
-            arrived(peer)
+    def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
+        self._sent += 1
+        twin = self._pinned(f"outbox {self._sent % self.turns}", len(row))
+        self.host.send(twin.copy_(row), peer, stage)
 
-        self.host.rounds(fetched, delivered, at_once)
-        torch.cuda.current_stream(self._device).synchronize()  # the pinned memory is used again by the next call
+    def flush(self) -> None:
+        self.host.flush()
 
     def close(self, last_words: bytes = b"") -> None:
         self.host.close(last_words)
 
     def last_words(self, peer: int) -> bytes:
         return self.host.last_words(peer)
-
-    def retire(self) -> None:
-        self.host.retire()
-
-    def leak(self) -> None:
-        self.host.leak()
 
     def _pinned(self, name: str, nbytes: int) -> Tensor:
         return self._arena.take(name, nbytes, torch.device("cpu"), pinned=True)
@@ -92,6 +82,7 @@ class NcclWire:
     """NCCL for rows, gloo for agreement."""
 
     eager = 0
+    pieces = 1
 
     def __init__(self, control: HostWire, store: dist.Store) -> None:
         self.control = control
@@ -101,7 +92,7 @@ class NcclWire:
         options._timeout = control.timeout
         self._group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), self.rank, self.size, options)
         self._agreed: set[bytes] = set()
-        self._expected: deque[Sequence[Tensor]] = deque()
+        self._outgoing: dict[int, Tensor] = {}
         self._always = os.environ.get("NARROWCAST_DEBUG", "0") not in ("", "0")
 
     def agree(
@@ -109,29 +100,29 @@ class NcclWire:
         header: Tensor,
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
-        meanwhile: Callable[[], None],
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         meanwhile()
         unnumbered = bytes(header[8:].numpy())
         if self._always or unnumbered not in self._agreed:
-            self.control.agree(header, lambda peer: None, [header[:0]] * self.size, lambda: None)
+            self.control.agree(header, lambda peer: None, [header[:0]] * self.size)
             self._agreed.add(unnumbered)
 
-    def expect(self, incoming: Sequence[Tensor]) -> None:
-        self._expected.append(incoming)
+    def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
+        def arrivals() -> Iterator[int]:
+            nothing = incoming[0][:0]
+            into = [row if peer != self.rank else nothing for peer, row in enumerate(incoming)]
+            rows = [self._outgoing.pop(peer, nothing) for peer in range(self.size)]
+            self._group.alltoall(into, rows).wait()  # makes the stream wait, not the host
+            yield from (peer for peer in range(self.size) if peer != self.rank)
 
-    def rounds(
-        self, outgoing: Callable[[int, int], Tensor], arrived: Callable[[int], None], at_once: bool = False
-    ) -> None:
-        incoming = self._expected.popleft()
-        order = [(self.rank + i) % self.size for i in range(1, self.size)]
-        rows = [incoming[self.rank][:0]] * self.size
-        for turn, peer in enumerate(order):
-            rows[peer] = outgoing(peer, turn)
-        into = [row if peer != self.rank else row[:0] for peer, row in enumerate(incoming)]
-        self._group.alltoall(into, rows).wait()  # makes the stream wait, not the host
-        for peer in (self.rank, *order):
-            arrived(peer)
+        return arrivals
+
+    def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
+        self._outgoing[peer] = row  # they all go when the rows of the others are asked for
+
+    def flush(self) -> None:
+        pass
 
     def close(self, last_words: bytes = b"") -> None:
         self.control.close(last_words)
@@ -139,9 +130,3 @@ class NcclWire:
 
     def last_words(self, peer: int) -> bytes:
         return self.control.last_words(peer)
-
-    def retire(self) -> None:
-        self.control.retire()
-
-    def leak(self) -> None:
-        self.control.leak()

@@ -1,4 +1,4 @@
-"""Rows between ranks, once: the agreement first, small rows along with it, larger ones in rounds after it."""
+"""Rows between ranks, once: the agreement first, small rows along with it, larger ones after it."""
 
 from __future__ import annotations
 
@@ -21,52 +21,70 @@ class Exchange:
         self.coder = coder
         self.rank = wire.rank
         self.size = wire.size
+        self.targets = [(wire.rank + i) % wire.size for i in range(1, wire.size)]
         self._header = agreement.as_tensor(call.header(number, wire.size))
+        self._turn = 0
         self._nothing = torch.empty(0, dtype=torch.uint8, device=coder.device)
 
     def open(
         self,
-        outgoing: Callable[[int, int], Tensor],
+        outgoing: Callable[[int], Tensor],
         sizes: Sequence[int],
         incoming: Sequence[Tensor],
         arrived: Callable[[int], None] = lambda peer: None,
-        shared: Sequence[Tensor] = (),
     ) -> None:
         """Agree with all ranks, and exchange a row with each.
 
-        `outgoing(peer, turn)` makes the `sizes[peer]` bytes for a peer, in memory that is its own for `wire.turns`
-        turns. `incoming[peer]` is filled with that peer's row, then `arrived(peer)` is called: never before all ranks
-        agree. `shared` are the rows of a `share` that follows: saying so now saves a trip.
+        `outgoing(peer)` makes the `sizes[peer]` bytes for a peer, which must stay as they are while `wire.turns` others
+        are made. `incoming[peer]` is filled with that peer's row, then `arrived(peer)` is called: never before all
+        ranks agree. It is called for this rank, too.
         """
         small = self.wire.eager
-        first: list[Tensor] = []
+        self.agree(lambda peer: outgoing(peer) if 0 < sizes[peer] <= small else None, incoming)
+        arrivals = self.wire.expect([row[:0] if len(row) <= small else row for row in incoming])
+        for peer in self.targets:
+            if sizes[peer] > small:
+                self.send(outgoing(peer), peer)
+        arrived(self.rank)
+        for peer in arrivals():
+            arrived(peer)
+        self.wire.flush()
+
+    def agree(
+        self,
+        eager: Callable[[int], Tensor | None] = lambda peer: None,
+        incoming: Sequence[Tensor] | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Agree with all ranks; `eager` rows ride along, into those of `incoming` that are small enough."""
 
         def along(peer: int) -> Tensor | None:
-            return outgoing(peer, 0) if 0 < sizes[peer] <= small else None
+            row = eager(peer)
+            self._count(0 if row is None else len(row))
+            return row
 
-        def meanwhile() -> None:
-            peer = (self.rank + 1) % self.size
-            if sizes[peer] > small:
-                first.append(outgoing(peer, 0))
+        self._count(self._header.numel() * (self.size - 1))
+        self.wire.agree(self._header, along, incoming or [self._nothing] * self.size, meanwhile)
 
-        def rest(peer: int, turn: int) -> Tensor:
-            if sizes[peer] <= small:
-                return self._nothing
-            return first.pop() if turn == 0 else outgoing(peer, turn)
+    def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
+        self._count(len(row))
+        self.wire.send(row, peer, stage)
 
-        self.wire.agree(self._header, along, incoming, meanwhile)
-        self.wire.expect([row[:0] if len(row) <= small else row for row in incoming])
-        if shared:
-            self.wire.expect(shared)
-        self._count(self._header.numel() * (self.size - 1) + sum(sizes) - sizes[self.rank])
-        self.wire.rounds(rest, arrived)
+    def next_row(self, name: str, nbytes: int) -> Tensor:
+        """Memory for a row that is to be sent: another one each time, until it surely is."""
+        rows = self.coder.take(name, self.wire.turns * nbytes).view(self.wire.turns, nbytes)
+        self._turn += 1
+        return rows[self._turn % self.wire.turns]
 
-    def share(self, rows: Sequence[Tensor], arrived: Callable[[int], None], skip: int = -1) -> None:
-        """Send this rank's row of `rows` to all others (but `skip`); the other rows are filled with theirs."""
-        mine = rows[self.rank]
-        self._count(mine.numel() * (self.size - 1 - (0 <= skip != self.rank)))
-        at_once = max(len(row) for row in rows) <= self.wire.eager
-        self.wire.rounds(lambda peer, turn: self._nothing if peer == skip else mine, arrived, at_once)
+    def share(self, rows: Sequence[Tensor], skip: int = -1) -> None:
+        """Send this rank's row of `rows` to all others (but `skip`), and fill the other rows with theirs."""
+        arrivals = self.wire.expect([row[:0] for row in rows] if self.rank == skip else rows)
+        for peer in self.targets:
+            if peer != skip:
+                self.send(rows[self.rank], peer)
+        for _ in arrivals():
+            pass
+        self.wire.flush()
 
     def _count(self, nbytes: int) -> None:
         self.coder.meter.sent_bytes += nbytes

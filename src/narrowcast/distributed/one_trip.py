@@ -22,7 +22,7 @@ def all_gather(exchange: Exchange, outputs: Sequence[Tensor], mine: Tensor) -> N
     coder.encode(mine, inbox[rank], rank)
     incoming = [row if peer != rank else row[:0] for peer, row in enumerate(inbox)]
     exchange.open(
-        lambda peer, turn: inbox[rank],
+        lambda peer: inbox[rank],
         [sizes[rank]] * exchange.size,
         incoming,
         lambda peer: coder.decode(inbox[peer], outputs[peer]),
@@ -33,12 +33,9 @@ def all_to_all(exchange: Exchange, outputs: Sequence[Tensor], inputs: Sequence[T
     """Send `inputs[peer]` to each peer, and write what each sent into `outputs[peer]` (rows, [count, numel])."""
     coder, rank = exchange.coder, exchange.rank
     sizes = [coder.nbytes(piece) for piece in inputs]
-    width = max(sizes)
-    outbox = coder.take("outbox", exchange.wire.turns * width).view(-1, width) if width else None
 
-    def outgoing(peer: int, turn: int) -> Tensor:
-        assert outbox is not None
-        return coder.encode(inputs[peer], outbox[turn % len(outbox), : sizes[peer]], rank, peer)
+    def outgoing(peer: int) -> Tensor:
+        return coder.encode(inputs[peer], exchange.next_row("outbox", max(sizes))[: sizes[peer]], rank, peer)
 
     def arrived(peer: int) -> None:
         if peer == rank:
@@ -64,13 +61,12 @@ def broadcast(exchange: Exchange, rows: Tensor, root: int) -> None:
         coder.encode(rows, data, rank)
     if total <= exchange.wire.eager:
         incoming = [data if peer == root != rank else data[:0] for peer in range(size)]
-        exchange.open(lambda peer, turn: data, [total if rank == root else 0] * size, incoming)
+        exchange.open(lambda peer: data, [total if rank == root else 0] * size, incoming)
     else:
         pieces = data.tensor_split(size)
         none = [piece[:0] for piece in pieces]
         sizes = [len(piece) if rank == root != peer else 0 for peer, piece in enumerate(pieces)]
         incoming = [pieces[rank] if peer == root != rank else none[peer] for peer in range(size)]
-        shared = none if rank == root else pieces
-        exchange.open(lambda peer, turn: pieces[peer], sizes, incoming, shared=shared)
-        exchange.share(pieces, lambda peer: None, skip=root)
+        exchange.open(lambda peer: pieces[peer], sizes, incoming)
+        exchange.share(pieces, skip=root)
     coder.decode(data, rows)

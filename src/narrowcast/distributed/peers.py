@@ -18,6 +18,7 @@ as its last words before it breaks the connections.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import threading
@@ -57,12 +58,14 @@ class Peers:
         self.lane = Lane(f"narrowcast {name}")
         self.arena = Arena()
         store: Any = c10d._get_process_group_store(group)
-        self._board = Board(dist.PrefixStore(f"narrowcast/{name}", store.clone()), rank, ranks, self.timeout)
+        self._board = Board(f"narrowcast/{name}", store, rank, ranks, self.timeout)
         self._closing = threading.Event()
         self._wire: Wire | None = None
         self._generation = 0
         self._calls = 0
-        self._broken: str | None = None
+        self._failure: Failure | None = None
+        """The last one."""
+        self._closed: str | None = None
         self._pid = os.getpid()
 
     @property
@@ -78,46 +81,38 @@ class Peers:
         """Run `protocol(wire, number of the call)`, and turn what goes wrong into an error that says so on every
         rank."""
         self._calls += 1
+        cause: BaseException | None = None
         while True:
-            if self._broken is not None:
-                raise CollectiveError(f"{op}: {self._broken}")
+            if self._closed is not None:
+                raise CollectiveError(f"{op}: {self._closed}") from cause
+            failure = self._failure
+            # Otherwise the others gave up a call that went well here, and wait for this one on a new wire.
+            if failure is not None and (failure.kind == "gone" or self._calls <= failure.number):
+                raise CollectiveError(failure.message(op, self.timeout)) from cause
             try:
                 return protocol(self._wire or self._connect(), self._calls)
             except MismatchError:
                 raise  # every rank came to it, and every message was read: the wire is as good as before
             except WireError as error:
-                if self._closing.is_set():
-                    continue
-                cause: BaseException = error
-                failure = self._fail(error.kind, error.peer, op, str(error))
+                cause = error
+                if not self._closing.is_set():
+                    self._fail(error.kind, error.peer, op, str(error))
             except BaseException as error:
                 self._fail("raised", self.rank, op, f"{type(error).__name__}: {error}")
                 raise
-            if failure.kind == "gone":
-                self._broken = failure.message(failure.op, self.timeout)
-            elif failure.number < self._calls:
-                continue  # the others gave up a call that went well here, and wait with this one on a new wire
-            raise CollectiveError(failure.message(op, self.timeout)) from cause
 
     def close(self, reason: str) -> None:
         """Let go of the thread, the connections and the buffers."""
         if os.getpid() != self._pid:
             return
-        self._broken = self._broken or reason
+        self._closed = reason
         self._closing.set()
         wire, self._wire = self._wire, None
         if wire is not None and self.lane.busy:
             here = self.ranks[self.rank]
             wire.close(Failure("gone", here, here, self._calls, "a collective", reason).to_bytes())
         self.lane.close(reason)
-        if wire is not None:
-            wire.retire()
         self.arena.clear()
-
-    def leak(self) -> None:
-        """Forget the wire without closing it, in a forked child, where the threads that serve it do not exist."""
-        if self._wire is not None:
-            self._wire.leak()
 
     # -- making and breaking the wire -----------------------------------------------------------------------------
 
@@ -141,19 +136,17 @@ class Peers:
 
         return NcclWire(host, store) if self.nccl else StagedWire(host, self.device)
 
-    def _fail(self, kind: str, peer: int, op: str, reason: str) -> Failure:
-        """Write down a failure, break the wire, and return the failure that all ranks believe in."""
+    def _fail(self, kind: str, peer: int, op: str, reason: str) -> None:
+        """Write down a failure, or learn of the one that all ranks believe in, and break the wire."""
         wire, self._wire = self._wire, None
         failure = Failure(kind, self.ranks[peer], self.ranks[self.rank], self._calls, op, reason[:300])
         if wire is not None and kind == "gone":
             with contextlib.suppress(ValueError):  # it gave no reason
                 failure = Failure.from_bytes(wire.last_words(peer))
-        failure = self._board.report(self._generation, failure)
+        self._failure = self._board.report(self._generation, failure)
         self._generation += 1
         if wire is not None:
-            wire.close(failure.to_bytes())
-            wire.retire()
-        return failure
+            wire.close(self._failure.to_bytes())
 
 
 def peers_of(group: dist.ProcessGroup, device: torch.device, purpose: object = "collectives") -> Peers:
@@ -204,10 +197,11 @@ def _timeout(backend: Any) -> timedelta:
 
 
 def _forget_in_child() -> None:
+    """Leave all that a parent has as it is: the threads that would have to close it do not exist in a forked child."""
     global _made, _lock
-    for of_group in _made.values():
-        for peers in of_group.values():
-            peers.leak()
+    for group in list(_made):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_made))
     _made, _lock = weakref.WeakKeyDictionary(), threading.Lock()
 
 

@@ -110,7 +110,7 @@ def _send(
         nbytes = exchange.coder.nbytes(rows)
         data = exchange.coder.encode(rows, exchange.coder.take("outbox", nbytes))
         sizes = [0 if rank == exchange.rank else nbytes for rank in range(2)]
-        exchange.open(lambda rank, turn: data, sizes, [data[:0]] * 2)
+        exchange.open(lambda rank: data, sizes, [data[:0]] * 2)
 
     call = _message(chosen, source, found.rank(), peer, tag, found)
     return launch(
@@ -143,7 +143,7 @@ def _receive(
     def protocol(exchange: Exchange) -> None:
         data = exchange.coder.take("inbox", exchange.coder.nbytes(rows))
         incoming = [data[:0] if rank == exchange.rank else data for rank in range(2)]
-        exchange.open(lambda rank, turn: data, [0, 0], incoming)
+        exchange.open(lambda rank: data, [0, 0], incoming)
         exchange.coder.decode(data, rows)
         bring_home()
 

@@ -12,6 +12,7 @@ Each element is quantized twice whatever the number of ranks, and each rank send
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -21,6 +22,9 @@ from narrowcast.distributed.exchange import Exchange
 UNIT = 128
 """Parts start at multiples of so many elements: whole blocks of the usual codecs, and aligned rows."""
 
+ROW = 512 * 1024
+"""A piece is as large as makes its rows take about so many bytes: enough to fill a link, and soon there."""
+
 
 def split(numel: int, ranks: int) -> list[int]:
     """How many elements each rank owns: about the same, the last ones fewer or none."""
@@ -29,34 +33,108 @@ def split(numel: int, ranks: int) -> list[int]:
 
 
 def all_reduce(exchange: Exchange, flat: Tensor, divisor: int) -> None:
-    """Sum `flat` [numel] over all ranks, in place."""
-    coder, rank = exchange.coder, exchange.rank
-    parts = flat.split(split(len(flat), exchange.size))
-    sizes = [coder.codec.row_bytes(len(part)) for part in parts]
-    results = coder.take("results", sum(sizes)).split(sizes)
-    gathered = gather_parts(exchange, parts, results)
-    coder.sum_encode(gathered, parts[rank], rank, divisor, results[rank], rank, exchange.size)
-    exchange.share(results, lambda peer: coder.decode(results[peer], parts[peer][None]))
+    """Sum `flat` [numel] over all ranks, in place.
+
+    A large tensor goes in pieces: while one is added up, the next is on the wire, and the sums of the last one follow.
+    """
+    flats = cut(exchange, flat)
+    pieces = [Piece(exchange, piece, index, len(flats) == 1) for index, piece in enumerate(flats)]
+    if pieces[0].along:
+        pieces[0].send_along()
+    else:
+        exchange.agree(meanwhile=pieces[0].encode_first)
+    for piece in pieces[:2]:
+        piece.expect()
+    for i, piece in enumerate(pieces):
+        piece.send_parts()
+        if i >= 1:
+            pieces[i - 1].add_up(divisor)
+        if i >= 2:
+            pieces[i - 2].collect()
+        if i + 2 < len(pieces):
+            pieces[i + 2].expect()
+    pieces[-1].add_up(divisor)
+    for piece in pieces[-2:]:
+        piece.collect()
+    exchange.wire.flush()
+
+
+def cut(exchange: Exchange, flat: Tensor) -> list[Tensor]:
+    """The pieces in which `flat` is reduced, whose rows take about `ROW` bytes."""
+    row_bytes = exchange.coder.codec.row_bytes(split(len(flat), exchange.size)[0])
+    count = max(1, row_bytes // ROW) if exchange.wire.pieces > 1 else 1
+    unit = UNIT * exchange.size
+    return list(flat.split(max(unit, -(-len(flat) // (count * unit)) * unit)))
+
+
+class Piece:
+    """A piece of a tensor on its way through an all_reduce."""
+
+    def __init__(self, exchange: Exchange, flat: Tensor, index: int, alone: bool) -> None:
+        self.exchange = exchange
+        self.coder = coder = exchange.coder
+        self.index = index
+        self.rank = exchange.rank
+        self.parts = flat.split(split(len(flat), exchange.size))
+        self.sizes = [coder.codec.row_bytes(len(part)) for part in self.parts]
+        self.along = alone and max(self.sizes) <= exchange.wire.eager  # small enough to go with the header
+        slot = index % exchange.wire.pieces
+        shape = exchange.size, self.sizes[self.rank]
+        self.inbox = coder.take(f"inbox {slot}", math.prod(shape)).view(shape)
+        self.results = coder.take(f"results {slot}", sum(self.sizes)).split(self.sizes)
+        self._first: Tensor | None = None
+
+    def send_along(self) -> None:
+        """Send the parts with the header."""
+        self.exchange.agree(lambda peer: self._encode(peer) if self.sizes[peer] else None, list(self.inbox))
+
+    def encode_first(self) -> None:
+        """Encode what goes out first, while headers are on their way."""
+        self._first = self._encode(self.exchange.targets[0])
+
+    def expect(self) -> None:
+        """Say where the rows of this piece go, in time for peers that are early."""
+        nothing = self.inbox[0, :0]
+        coming = [nothing if self.along or peer == self.rank else row for peer, row in enumerate(self.inbox)]
+        self._parts_arrive = self.exchange.wire.expect(coming, 0)
+        self._results_arrive = self.exchange.wire.expect(self.results, 1)
+
+    def send_parts(self) -> None:
+        """Each part to its owner."""
+        if not self.along:
+            for peer in self.exchange.targets:
+                row, self._first = self._first, None
+                self.exchange.send(self._encode(peer) if row is None else row, peer, 0)
+
+    def add_up(self, divisor: int) -> None:
+        """Add up the rows of this rank's own part, and send the sum to all."""
+        for _ in self._parts_arrive():
+            pass
+        mine, part = self.results[self.rank], self.parts[self.rank]
+        self.coder.sum_encode(self.inbox, part, self.rank, divisor, mine, self.rank, self.exchange.size, self.index)
+        for peer in self.exchange.targets:
+            self.exchange.send(mine, peer, 1)
+        self.coder.decode(mine, part[None])
+
+    def collect(self) -> None:
+        """Decode the sums of the others."""
+        for peer in self._results_arrive():
+            self.coder.decode(self.results[peer], self.parts[peer][None])
+
+    def _encode(self, peer: int) -> Tensor:
+        out = self.exchange.next_row("outbox", max(self.sizes))[: self.sizes[peer]]
+        return self.coder.encode(self.parts[peer][None], out, self.rank, peer, self.index)
 
 
 def reduce_scatter(exchange: Exchange, parts: Sequence[Tensor], output: Tensor, divisor: int) -> None:
     """Sum part `rank` of every rank's `parts` (flat, one per rank) into `output` (flat)."""
-    gathered = gather_parts(exchange, parts)
-    exchange.coder.sum(gathered, parts[exchange.rank], exchange.rank, divisor, output)
-
-
-def gather_parts(exchange: Exchange, parts: Sequence[Tensor], shared: Sequence[Tensor] = ()) -> Tensor:
-    """The encoded rows [ranks, row_bytes] of the part that this rank owns; its own row is left blank."""
     coder, size, rank = exchange.coder, exchange.size, exchange.rank
     sizes = [coder.codec.row_bytes(len(part)) for part in parts]
-    width = max(sizes)
-    outbox = coder.take("outbox", exchange.wire.turns * width).view(-1, width) if width else None
-
-    def outgoing(peer: int, turn: int) -> Tensor:
-        assert outbox is not None
-        return coder.encode(parts[peer][None], outbox[turn % len(outbox), : sizes[peer]], rank, peer)
-
     inbox = coder.take("inbox", size * sizes[rank]).view(size, sizes[rank])
-    incoming = [inbox[peer] if peer != rank else inbox[peer, :0] for peer in range(size)]
-    exchange.open(outgoing, sizes, incoming, shared=shared)
-    return inbox
+
+    def outgoing(peer: int) -> Tensor:
+        out = exchange.next_row("outbox", max(sizes))[: sizes[peer]]
+        return coder.encode(parts[peer][None], out, rank, peer)
+
+    exchange.open(outgoing, sizes, [row if peer != rank else row[:0] for peer, row in enumerate(inbox)])
+    coder.sum(inbox, parts[rank], rank, divisor, output)

@@ -6,10 +6,9 @@ A `Wire` belongs to one lane and is used by one thread at a time. It does three 
   along with it, so that a small tensor needs one trip where a large one needs two. Receives have room for both; gloo
   lets a message be shorter than its receive, and aborts the process on one that is longer, which is why sizes are
   agreed on first.
-- `rounds`: a row to and from every peer, one peer at a time: in round i a rank sends to rank+i and receives from
-  rank-i, so every link carries one stream each way. bench/wire.py holds this against gloo's own all_to_all, where all
-  streams collide at the receivers. What comes next is encoded while a round is on the wire, and what came is decoded
-  while the next one is.
+- `send` and `expect`: rows to and from every peer. A rank sends to rank+1 first, then to rank+2 and so on, so at any
+  time ranks send to different ones; at most `WINDOW` rows are under way, and none waits for a receive. So a link
+  stays busy while its rank encodes, adds up or decodes. bench/wire.py holds it against gloo's own collectives.
 - `close`: breaks the connections, so that every peer that waits for this rank learns of a failure at once; and says
   why first, in a message for which every rank has been listening since the wire was made (`last_words`).
 
@@ -19,9 +18,8 @@ Every wait is bounded by the group's timeout. What goes wrong is a `WireError` t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -31,17 +29,18 @@ from torch import Tensor
 from torch.autograd import _enable_record_function  # type: ignore[attr-defined]
 
 from narrowcast.distributed import agreement
-from narrowcast.distributed.lane import Lane, Work
 
-EAGER = int(__import__("os").environ.get("NCE", 32)) * 1024
+EAGER = 256 * 1024
 """Rows of up to so many bytes travel with the header (bench/wire.py, table of small tensors)."""
 
-LONG = 256 * 1024
-"""Rows from so many bytes on are watched while they travel: a thread switch of about 0.1 ms, where they take more."""
+LONG = 64 * 1024
+"""Rows from so many bytes on have a tail, see `_Message`. A break in a shorter one is as good as impossible to meet."""
 
-_HEADERS, _ROWS, _LAST_WORDS, _NEVER_SENT = 0, 1, 2, 3
+WINDOW = 3
+"""Rows that may be on their way out. More of them collide at their receivers, fewer leave the link idle at times."""
+
+_HEADERS, _LAST_WORDS, _NEVER_SENT, _ROWS = 0, 1, 2, 3
 _WORDS_BYTES = 2048
-_GLANCE_SECONDS = 0.2
 
 
 class WireError(Exception):
@@ -60,7 +59,9 @@ class Wire(Protocol):
     rank: int
     size: int
     turns: int
-    """How many outgoing rows must be kept apart."""
+    """How many calls of `send` it takes until a row is surely sent."""
+    pieces: int
+    """How many pieces of a tensor may be under way at a time."""
     eager: int
     """Rows of up to so many bytes travel with the header."""
 
@@ -69,7 +70,7 @@ class Wire(Protocol):
         header: Tensor,
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
-        meanwhile: Callable[[], None],
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         """Compare headers with every rank, and raise `MismatchError` where they do not fit together.
 
@@ -77,18 +78,20 @@ class Wire(Protocol):
         their way. Rows of `incoming` that are small enough to have come along are filled.
         """
 
-    def expect(self, incoming: Sequence[Tensor]) -> None:
-        """Say early where the rows of the next `rounds` (or of the ones after it, in order) will go, by peer."""
+    def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
+        """Say where the next row of each peer goes; rows of no bytes do not come. The earlier it is said, the better.
 
-    def rounds(
-        self, outgoing: Callable[[int, int], Tensor], arrived: Callable[[int], None], at_once: bool = False
-    ) -> None:
-        """Exchange rows with every peer; rows of no bytes are not sent.
-
-        `outgoing(peer, turn)` is called once per peer; what it returned for a turn may be overwritten `turns` later.
-        `arrived(peer)` is called once a peer's row is where it was expected, and for this rank itself while the first
-        round is on the wire. `at_once` sends to all peers in one round: for small rows, which keep no link busy.
+        Calling what is returned gives the peers one by one, as their rows are there.
         """
+
+    def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
+        """Start sending a row; one of no bytes is not sent. It must stay as it is for `turns` more of these calls.
+
+        A stage is a sequence of rows of its own: those of one stage to one peer arrive in order.
+        """
+
+    def flush(self) -> None:
+        """Wait until all rows are sent."""
 
     def close(self, last_words: bytes = b"") -> None:
         """Break every connection, so that peers which wait for this rank learn of it, and of the reason."""
@@ -96,17 +99,12 @@ class Wire(Protocol):
     def last_words(self, peer: int) -> bytes:
         """The reason that a peer gave when it broke the connections; nothing from one that gave none."""
 
-    def retire(self) -> None:
-        """Let go of its thread, once nothing is on its way any more."""
-
-    def leak(self) -> None:
-        """Make sure that nothing is ever closed: in a forked child, the threads that would do it do not exist."""
-
 
 class HostWire:
     """A wire for rows in host memory."""
 
-    turns = 2  # one row on the wire, one being encoded
+    turns = WINDOW + 1
+    pieces = 4
     eager = EAGER
 
     def __init__(
@@ -122,9 +120,7 @@ class HostWire:
         self._length = agreement.header_bytes(self.size)
         self._slots = torch.empty(2, self.size, self._length + EAGER, dtype=torch.uint8)
         self._headers: list[_Message] = []
-        self._expected: deque[list[_Message]] = deque()
-        self._waits = Lane("narrowcast wire")
-        self._scrap = torch.empty(1, dtype=torch.uint8)
+        self._sending: deque[_Message] = deque()
         self._heard = torch.zeros(self.size, _WORDS_BYTES, dtype=torch.uint8)
         self._listening = [self._receive(self._heard[peer], peer, _LAST_WORDS) for peer in self._sources]
 
@@ -133,7 +129,7 @@ class HostWire:
         header: Tensor,
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
-        meanwhile: Callable[[], None],
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         outgoing, came = self._slots
         receives, self._headers = self._headers or self._expect_headers(), []
@@ -155,35 +151,30 @@ class HostWire:
             row = incoming[peer]
             if 0 < len(row) <= EAGER:
                 row.copy_(came[peer, self._length : self._length + len(row)])
-        self._headers = self._expect_headers()  # those of the next call: a peer that is early need not ask first
+        # Those of the next call: a peer that is early need not ask first. One that has all it needs may have left; if
+        # there is a next call, that one says so.
+        with contextlib.suppress(WireError):
+            self._headers = self._expect_headers()
         agreement.check(headers, self._ranks)
 
-    def expect(self, incoming: Sequence[Tensor]) -> None:
-        self._expected.append([self._receive(incoming[peer], peer, _ROWS) for peer in self._sources])
+    def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
+        receives = [self._receive(incoming[peer], peer, _ROWS + stage) for peer in self._sources]
 
-    def rounds(
-        self, outgoing: Callable[[int, int], Tensor], arrived: Callable[[int], None], at_once: bool = False
-    ) -> None:
-        receives = self._expected.popleft()
-        if at_once:
-            sends = [self._send(outgoing(peer, turn), peer, _ROWS) for turn, peer in enumerate(self._targets)]
-            arrived(self.rank)
+        def arrivals() -> Iterator[int]:
             for receive in receives:
                 receive.wait()
-                arrived(receive.peer)
-            for send in sends:
-                send.wait()
-            return
-        came = self.rank
-        row = outgoing(self._targets[0], 0)
-        for turn, (peer, receive) in enumerate(zip(self._targets, receives, strict=True), 1):
-            send = self._send(row, peer, _ROWS)
-            if turn < len(self._targets):
-                row = outgoing(self._targets[turn], turn)
-            arrived(came)
-            self._wait(receive, send)
-            came = receive.peer
-        arrived(came)
+                yield receive.peer
+
+        return arrivals
+
+    def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
+        while len(self._sending) >= WINDOW:
+            self._sending.popleft().wait()
+        self._sending.append(self._send(row, peer, _ROWS + stage))
+
+    def flush(self) -> None:
+        while self._sending:
+            self._sending.popleft().wait()
 
     def close(self, last_words: bytes = b"") -> None:
         words = torch.zeros(_WORDS_BYTES, dtype=torch.uint8)
@@ -199,34 +190,6 @@ class HostWire:
     def last_words(self, peer: int) -> bytes:
         return self._heard[peer].numpy().tobytes().rstrip(b"\0")
 
-    def retire(self) -> None:
-        self._waits.close("the wire is not used any more", wait=0.1)
-
-    def leak(self) -> None:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-
-    def _wait(self, *messages: _Message) -> None:
-        """Wait for the rows of a round.
-
-        gloo does not wake the wait for a message that was half-way through when its connection broke: it signals those
-        that had not begun. So rows that are half-way for long are waited for aside, while this thread looks now and
-        then whether the connections are still there: gloo refuses to start a receive on one that is not.
-        """
-
-        def wait() -> list[Tensor]:
-            for message in messages:
-                message.wait()
-            return []
-
-        if max(message.nbytes for message in messages) < LONG:
-            wait()
-            return
-        aside = self._waits.submit(Work("a round", wait))
-        while not aside.done_within(_GLANCE_SECONDS):
-            for message in messages:
-                self._receive(self._scrap, message.peer, _NEVER_SENT)
-        aside.wait()
-
     def _expect_headers(self) -> list[_Message]:
         return [self._receive(self._slots[1, peer], peer, _HEADERS) for peer in self._sources]
 
@@ -238,33 +201,39 @@ class HostWire:
 
 
 class _Message:
-    """A message on its way; one of no bytes is not sent."""
+    """A message on its way; one of no bytes is not sent.
+
+    gloo does not wake the wait for a message that was half-way through when its connection broke: it signals those that
+    had not begun. So a long message has a tail, one byte that follows it on the same connection, and that is what is
+    waited for: it has not begun before the message is through.
+    """
 
     def __init__(self, start: Any, row: Tensor, peer: int, tag: int, timeout: timedelta) -> None:
+        long = tag >= _ROWS and row.numel() >= LONG
         self.peer = peer
-        self.nbytes = row.numel()
         self.timeout = timeout
         # A profiler would open a range that the end of the message closes. Headers are received ahead of their call,
         # maybe after the profile was taken, and torch then crashes on the range.
         _enable_record_function(False)
         try:
-            self._work = start([row], peer, tag) if self.nbytes else None
+            self._works = [start([row], peer, tag)] if row.numel() else []
+            if long:
+                self._works.insert(0, start([torch.empty(1, dtype=torch.uint8)], peer, tag))
         except RuntimeError as error:
             raise self._failed(error) from error
         finally:
             _enable_record_function(True)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        if self._work is None:
-            return
         try:
-            self._work.wait(timeout or self.timeout)
+            for work in self._works:
+                work.wait(timeout or self.timeout)
         except RuntimeError as error:
             raise self._failed(error) from error
 
     def _failed(self, error: RuntimeError) -> WireError:
         reason = brief(error)
-        return WireError(self.peer, reason, "late" if "Timed out" in reason else "gone")
+        return WireError(self.peer, reason, "late" if "imed out" in reason or "timeout" in reason else "gone")
 
 
 def brief(error: RuntimeError) -> str:
