@@ -10,7 +10,7 @@ Each scenario starts ranks in a network in a box (bench/netlab), and in that one
     gather8   8 bits per element, all-gathered and added up by everyone: the protocol of PyTorch's quantization hooks
     others    narrowcast.distributed.all_reduce with the codec of that name
 
-A time is the slowest rank's, encoding included, over 3 calls in a row; figures are medians over the rounds. `x fp32` is how many times
+A time is the slowest rank's, encoding included, over 5 calls in a row; figures are medians over the rounds. `x fp32` is how many times
 faster than gloo's fp32. `limit` is the time that the rate alone allows for the bytes that the protocol must send,
 2(N-1)/N of the encoded tensor, and `share` how much of that limit was reached. `counted` is what the kernel's interface
 counters saw go out, over those bytes: packet headers and the other direction's acknowledgements included.
@@ -44,7 +44,7 @@ from narrowcast import distributed as ncd  # noqa: E402
 from netlab import read  # noqa: E402
 
 MB = 1 << 20
-REPEAT = 3
+REPEAT = 5
 """Calls in a row for one time: ranks leave a barrier milliseconds apart, which is not the collective's doing."""
 
 
@@ -109,13 +109,12 @@ def measure(megabytes: float, codecs: list[str], rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: {"ms": [], "sent": []} for name in runs}
     for turn in range(rounds + 1):  # the first is a warm-up: it makes connections
         for name, run in runs.items():
-            x.mul_(1 / dist.get_world_size())
+            x.mul_(dist.get_world_size() ** -REPEAT)  # what REPEAT sums will undo
             dist.barrier()
             before = read().tx_bytes if "NETLAB_IFNAME" in os.environ else 0
             start = time.perf_counter()
             for _ in range(REPEAT):
                 run()
-                x.mul_(1 / dist.get_world_size())
             elapsed = (time.perf_counter() - start) / REPEAT
             after = read().tx_bytes if "NETLAB_IFNAME" in os.environ else 0
             both = torch.tensor([elapsed * 1e3, (after - before) / REPEAT], dtype=torch.float64)

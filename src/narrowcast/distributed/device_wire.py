@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowcast.distributed.agreement import NOTE_BYTES
 from narrowcast.distributed.arena import Arena
 from narrowcast.distributed.wire import HostWire
 
@@ -32,7 +33,7 @@ class StagedWire:
         self.turns, self.eager, self.pieces = host.turns, host.eager, host.pieces
         self._device = device
         self._arena = Arena()
-        self._sent = self._expected = 0
+        self._sent = self._expected = self.speed = 0
 
     def agree(
         self,
@@ -40,12 +41,12 @@ class StagedWire:
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> None:
+    ) -> Sequence[int]:
         def fetched(peer: int) -> Tensor | None:
             row = eager(peer)
             return None if row is None else row.cpu()
 
-        self.host.agree(header, fetched, incoming, meanwhile)
+        return self.host.agree(header, fetched, incoming, meanwhile)
 
     def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
         sizes = [len(row) for row in incoming]
@@ -74,6 +75,9 @@ class StagedWire:
     def last_words(self, peer: int) -> bytes:
         return self.host.last_words(peer)
 
+    def retire(self) -> None:
+        self.host.retire()
+
     def _pinned(self, name: str, nbytes: int) -> Tensor:
         return self._arena.take(name, nbytes, torch.device("cpu"), pinned=True)
 
@@ -83,6 +87,7 @@ class NcclWire:
 
     eager = 0
     pieces = 1
+    speed = 0
 
     def __init__(self, control: HostWire, store: dist.Store) -> None:
         self.control = control
@@ -101,12 +106,13 @@ class NcclWire:
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> None:
+    ) -> Sequence[int]:
         meanwhile()
-        unnumbered = bytes(header[8:].numpy())
+        unnumbered = bytes(header[8:-NOTE_BYTES].numpy())
         if self._always or unnumbered not in self._agreed:
             self.control.agree(header, lambda peer: None, [header[:0]] * self.size)
             self._agreed.add(unnumbered)
+        return [0] * self.size
 
     def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
         def arrivals() -> Iterator[int]:
@@ -130,3 +136,6 @@ class NcclWire:
 
     def last_words(self, peer: int) -> bytes:
         return self.control.last_words(peer)
+
+    def retire(self) -> None:
+        self.control.retire()

@@ -22,7 +22,7 @@ class Exchange:
         self.rank = wire.rank
         self.size = wire.size
         self.targets = [(wire.rank + i) % wire.size for i in range(1, wire.size)]
-        self._header = agreement.as_tensor(call.header(number, wire.size))
+        self._header = agreement.as_tensor(call.header(number, wire.size, wire.speed))
         self._turn = 0
         self._nothing = torch.empty(0, dtype=torch.uint8, device=coder.device)
 
@@ -55,8 +55,11 @@ class Exchange:
         eager: Callable[[int], Tensor | None] = lambda peer: None,
         incoming: Sequence[Tensor] | None = None,
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Agree with all ranks; `eager` rows ride along, into those of `incoming` that are small enough."""
+    ) -> Sequence[int]:
+        """Agree with all ranks; `eager` rows ride along, into those of `incoming` that are small enough.
+
+        Returns the speed of the wire as each rank saw it.
+        """
 
         def along(peer: int) -> Tensor | None:
             row = eager(peer)
@@ -64,7 +67,7 @@ class Exchange:
             return row
 
         self._count(self._header.numel() * (self.size - 1))
-        self.wire.agree(self._header, along, incoming or [self._nothing] * self.size, meanwhile)
+        return self.wire.agree(self._header, along, incoming or [self._nothing] * self.size, meanwhile)
 
     def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
         self._count(len(row))

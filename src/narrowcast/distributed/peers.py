@@ -112,6 +112,8 @@ class Peers:
             here = self.ranks[self.rank]
             wire.close(Failure("gone", here, here, self._calls, "a collective", reason).to_bytes())
         self.lane.close(reason)
+        if wire is not None:
+            wire.retire()
         self.arena.clear()
 
     # -- making and breaking the wire -----------------------------------------------------------------------------
@@ -147,6 +149,7 @@ class Peers:
         self._generation += 1
         if wire is not None:
             wire.close(self._failure.to_bytes())
+            wire.retire()
 
 
 def peers_of(group: dist.ProcessGroup, device: torch.device, purpose: object = "collectives") -> Peers:

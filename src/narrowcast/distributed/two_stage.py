@@ -13,6 +13,7 @@ Each element is quantized twice whatever the number of ranks, and each rank send
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -22,8 +23,11 @@ from narrowcast.distributed.exchange import Exchange
 UNIT = 128
 """Parts start at multiples of so many elements: whole blocks of the usual codecs, and aligned rows."""
 
-ROW = 512 * 1024
-"""A piece is as large as makes its rows take about so many bytes: enough to fill a link, and soon there."""
+ROW, FAST_ROW = 512 * 1024, 4 << 20
+"""A piece is as large as makes its rows take about so many bytes. Small ones overlap better, and each one costs a
+thread switch or two, which a link of more than `FAST` bytes a second does not wait for (bench/wire.py)."""
+
+FAST = 160_000_000
 
 
 def split(numel: int, ranks: int) -> list[int]:
@@ -36,13 +40,16 @@ def all_reduce(exchange: Exchange, flat: Tensor, divisor: int) -> None:
     """Sum `flat` [numel] over all ranks, in place.
 
     A large tensor goes in pieces: while one is added up, the next is on the wire, and the sums of the last one follow.
+    The first piece is small enough to go with the header, and keeps the link busy while ranks agree. How large the
+    others are depends on how fast the wire was, in the eyes of the first rank: all must cut alike.
     """
-    flats = cut(exchange, flat)
-    pieces = [Piece(exchange, piece, index, len(flats) == 1) for index, piece in enumerate(flats)]
-    if pieces[0].along:
-        pieces[0].send_along()
-    else:
-        exchange.agree(meanwhile=pieces[0].encode_first)
+    start, sent = time.perf_counter(), exchange.coder.meter.sent_bytes
+    first = with_header(exchange, flat)
+    pieces = [Piece(exchange, flat[:first], 0)]
+    speeds = pieces[0].open()
+    if first < len(flat):
+        rest = cut(exchange, flat[first:], speeds[0])
+        pieces += [Piece(exchange, piece, index) for index, piece in enumerate(rest, 1)]
     for piece in pieces[:2]:
         piece.expect()
     for i, piece in enumerate(pieces):
@@ -57,40 +64,49 @@ def all_reduce(exchange: Exchange, flat: Tensor, divisor: int) -> None:
     for piece in pieces[-2:]:
         piece.collect()
     exchange.wire.flush()
+    if len(pieces) > 1:
+        exchange.wire.speed = int((exchange.coder.meter.sent_bytes - sent) / (time.perf_counter() - start))
 
 
-def cut(exchange: Exchange, flat: Tensor) -> list[Tensor]:
-    """The pieces in which `flat` is reduced, whose rows take about `ROW` bytes."""
+def with_header(exchange: Exchange, flat: Tensor) -> int:
+    """How many elements go first: all of a small tensor, and of a large one as many as go with the header."""
+    part = split(len(flat), exchange.size)[0]
+    row_bytes = exchange.coder.codec.row_bytes(part)
+    if exchange.wire.pieces == 1 or row_bytes <= ROW:
+        return len(flat)
+    return part * exchange.wire.eager // row_bytes // UNIT * UNIT * exchange.size
+
+
+def cut(exchange: Exchange, flat: Tensor, speed: int) -> list[Tensor]:
+    """The further pieces. On a slow wire their rows take about `ROW` bytes, on a fast one several times as many."""
     row_bytes = exchange.coder.codec.row_bytes(split(len(flat), exchange.size)[0])
-    count = max(1, row_bytes // ROW) if exchange.wire.pieces > 1 else 1
+    count = -(-row_bytes // (FAST_ROW if speed > FAST else ROW))
     unit = UNIT * exchange.size
-    return list(flat.split(max(unit, -(-len(flat) // (count * unit)) * unit)))
+    return list(flat.split(-(-len(flat) // (count * unit)) * unit))
 
 
 class Piece:
     """A piece of a tensor on its way through an all_reduce."""
 
-    def __init__(self, exchange: Exchange, flat: Tensor, index: int, alone: bool) -> None:
+    def __init__(self, exchange: Exchange, flat: Tensor, index: int) -> None:
         self.exchange = exchange
         self.coder = coder = exchange.coder
         self.index = index
         self.rank = exchange.rank
         self.parts = flat.split(split(len(flat), exchange.size))
         self.sizes = [coder.codec.row_bytes(len(part)) for part in self.parts]
-        self.along = alone and max(self.sizes) <= exchange.wire.eager  # small enough to go with the header
+        self.along = index == 0 and max(self.sizes) <= exchange.wire.eager  # small enough to go with the header
         slot = index % exchange.wire.pieces
         shape = exchange.size, self.sizes[self.rank]
         self.inbox = coder.take(f"inbox {slot}", math.prod(shape)).view(shape)
         self.results = coder.take(f"results {slot}", sum(self.sizes)).split(self.sizes)
         self._first: Tensor | None = None
 
-    def send_along(self) -> None:
-        """Send the parts with the header."""
-        self.exchange.agree(lambda peer: self._encode(peer) if self.sizes[peer] else None, list(self.inbox))
-
-    def encode_first(self) -> None:
-        """Encode what goes out first, while headers are on their way."""
-        self._first = self._encode(self.exchange.targets[0])
+    def open(self) -> Sequence[int]:
+        """Agree with all ranks, and send the parts with the header where they are small enough."""
+        if self.along:
+            return self.exchange.agree(lambda peer: self._encode(peer) if self.sizes[peer] else None, list(self.inbox))
+        return self.exchange.agree(meanwhile=self._encode_first)
 
     def expect(self) -> None:
         """Say where the rows of this piece go, in time for peers that are early."""
@@ -120,6 +136,9 @@ class Piece:
         """Decode the sums of the others."""
         for peer in self._results_arrive():
             self.coder.decode(self.results[peer], self.parts[peer][None])
+
+    def _encode_first(self) -> None:
+        self._first = self._encode(self.exchange.targets[0])
 
     def _encode(self, peer: int) -> Tensor:
         out = self.exchange.next_row("outbox", max(self.sizes))[: self.sizes[peer]]

@@ -7,8 +7,8 @@ A `Wire` belongs to one lane and is used by one thread at a time. It does three 
   lets a message be shorter than its receive, and aborts the process on one that is longer, which is why sizes are
   agreed on first.
 - `send` and `expect`: rows to and from every peer. A rank sends to rank+1 first, then to rank+2 and so on, so at any
-  time ranks send to different ones; at most `WINDOW` rows are under way, and none waits for a receive. So a link
-  stays busy while its rank encodes, adds up or decodes. bench/wire.py holds it against gloo's own collectives.
+  time ranks send to different ones; at most `ROUNDS` rows to each are under way, and none waits for a receive. So a
+  link stays busy while its rank encodes, adds up or decodes. bench/wire.py holds it against gloo's own collectives.
 - `close`: breaks the connections, so that every peer that waits for this rank learns of a failure at once; and says
   why first, in a message for which every rank has been listening since the wire was made (`last_words`).
 
@@ -29,18 +29,20 @@ from torch import Tensor
 from torch.autograd import _enable_record_function  # type: ignore[attr-defined]
 
 from narrowcast.distributed import agreement
+from narrowcast.distributed.lane import Lane, Work
 
-EAGER = 256 * 1024
+EAGER = 128 * 1024
 """Rows of up to so many bytes travel with the header (bench/wire.py, table of small tensors)."""
 
 LONG = 64 * 1024
 """Rows from so many bytes on have a tail, see `_Message`. A break in a shorter one is as good as impossible to meet."""
 
-WINDOW = 3
-"""Rows that may be on their way out. More of them collide at their receivers, fewer leave the link idle at times."""
+ROUNDS = 3
+"""To each peer, so many rows may be on their way."""
 
 _HEADERS, _LAST_WORDS, _NEVER_SENT, _ROWS = 0, 1, 2, 3
 _WORDS_BYTES = 2048
+_GLANCE_SECONDS = 0.2
 
 
 class WireError(Exception):
@@ -62,6 +64,8 @@ class Wire(Protocol):
     """How many calls of `send` it takes until a row is surely sent."""
     pieces: int
     """How many pieces of a tensor may be under way at a time."""
+    speed: int
+    """Bytes a second that the last large reduction sent, as this rank saw it; 0 before there was one."""
     eager: int
     """Rows of up to so many bytes travel with the header."""
 
@@ -71,11 +75,11 @@ class Wire(Protocol):
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> None:
+    ) -> Sequence[int]:
         """Compare headers with every rank, and raise `MismatchError` where they do not fit together.
 
         `eager(peer)` is the row that rides along to that peer, or None; `meanwhile` is called while headers are on
-        their way. Rows of `incoming` that are small enough to have come along are filled.
+        their way. Rows of `incoming` that are small enough to have come along are filled. Returns the headers' notes.
         """
 
     def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
@@ -99,11 +103,13 @@ class Wire(Protocol):
     def last_words(self, peer: int) -> bytes:
         """The reason that a peer gave when it broke the connections; nothing from one that gave none."""
 
+    def retire(self) -> None:
+        """Let go of its thread, once nothing is on its way any more."""
+
 
 class HostWire:
     """A wire for rows in host memory."""
 
-    turns = WINDOW + 1
     pieces = 4
     eager = EAGER
 
@@ -121,6 +127,11 @@ class HostWire:
         self._slots = torch.empty(2, self.size, self._length + EAGER, dtype=torch.uint8)
         self._headers: list[_Message] = []
         self._sending: deque[_Message] = deque()
+        self._window = ROUNDS * (self.size - 1)
+        self.turns = self._window + 1
+        self._aside = Lane("narrowcast wire")
+        self._scrap = torch.empty(1, dtype=torch.uint8)
+        self.speed = 0
         self._heard = torch.zeros(self.size, _WORDS_BYTES, dtype=torch.uint8)
         self._listening = [self._receive(self._heard[peer], peer, _LAST_WORDS) for peer in self._sources]
 
@@ -130,7 +141,7 @@ class HostWire:
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> None:
+    ) -> Sequence[int]:
         outgoing, came = self._slots
         receives, self._headers = self._headers or self._expect_headers(), []
         outgoing[:, : self._length] = header
@@ -155,7 +166,7 @@ class HostWire:
         # there is a next call, that one says so.
         with contextlib.suppress(WireError):
             self._headers = self._expect_headers()
-        agreement.check(headers, self._ranks)
+        return agreement.check(headers, self._ranks)
 
     def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
         receives = [self._receive(incoming[peer], peer, _ROWS + stage) for peer in self._sources]
@@ -168,13 +179,33 @@ class HostWire:
         return arrivals
 
     def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
-        while len(self._sending) >= WINDOW:
+        while len(self._sending) >= self._window:
             self._sending.popleft().wait()
         self._sending.append(self._send(row, peer, _ROWS + stage))
 
     def flush(self) -> None:
-        while self._sending:
-            self._sending.popleft().wait()
+        # gloo never wakes the wait for a send whose connection broke half-way. So long ones are waited for aside, while
+        # this thread looks now and then whether connections are there: gloo starts no receive where one is not.
+        messages, self._sending = list(self._sending), deque()
+        if max((message.nbytes for message in messages), default=0) < LONG:
+            for message in messages:
+                message.wait()
+            return
+
+        def all_sent() -> list[Tensor]:
+            for message in messages:
+                message.wait()
+            return []
+
+        aside = self._aside.submit(Work("rows", all_sent))
+        while not aside.done_within(_GLANCE_SECONDS):
+            try:
+                for message in messages:
+                    self._receive(self._scrap, message.peer, _NEVER_SENT)
+            except WireError:
+                if not aside.done_within(_GLANCE_SECONDS):  # which knows better what went wrong
+                    raise
+        aside.wait()
 
     def close(self, last_words: bytes = b"") -> None:
         words = torch.zeros(_WORDS_BYTES, dtype=torch.uint8)
@@ -190,6 +221,9 @@ class HostWire:
     def last_words(self, peer: int) -> bytes:
         return self._heard[peer].numpy().tobytes().rstrip(b"\0")
 
+    def retire(self) -> None:
+        self._aside.close("the wire is not used any more", wait=0.1)
+
     def _expect_headers(self) -> list[_Message]:
         return [self._receive(self._slots[1, peer], peer, _HEADERS) for peer in self._sources]
 
@@ -203,7 +237,7 @@ class HostWire:
 class _Message:
     """A message on its way; one of no bytes is not sent.
 
-    gloo does not wake the wait for a message that was half-way through when its connection broke: it signals those that
+    gloo does not wake the wait for a receive that was half-way through when its connection broke: it signals those that
     had not begun. So a long message has a tail, one byte that follows it on the same connection, and that is what is
     waited for: it has not begun before the message is through.
     """
@@ -211,6 +245,7 @@ class _Message:
     def __init__(self, start: Any, row: Tensor, peer: int, tag: int, timeout: timedelta) -> None:
         long = tag >= _ROWS and row.numel() >= LONG
         self.peer = peer
+        self.nbytes = row.numel()
         self.timeout = timeout
         # A profiler would open a range that the end of the message closes. Headers are received ahead of their call,
         # maybe after the profile was taken, and torch then crashes on the range.
