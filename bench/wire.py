@@ -10,10 +10,11 @@ Each scenario starts ranks in a network in a box (bench/netlab), and in that one
     gather8   8 bits per element, all-gathered and added up by everyone: the protocol of PyTorch's quantization hooks
     others    narrowcast.distributed.all_reduce with the codec of that name
 
-A time is the slowest rank's, encoding included, over 5 calls in a row; figures are medians over the rounds. `x fp32` is how many times
-faster than gloo's fp32. `limit` is the time that the rate alone allows for the bytes that the protocol must send,
-2(N-1)/N of the encoded tensor, and `share` how much of that limit was reached. `counted` is what the kernel's interface
-counters saw go out, over those bytes: packet headers and the other direction's acknowledgements included.
+A time is the slowest rank's, encoding included, over 5 calls in a row; figures are medians over the rounds. `x fp32` is
+how many times faster than gloo's fp32. `limit` is the time that the rate alone allows for the bytes that the protocol
+must send, 2(N-1)/N of the encoded tensor, and `share` how much of that limit was reached; frame and TCP headers alone
+take 4.4% of a link. `counted` is what the kernel's interface counters saw go out, over those bytes: headers of
+packets and acknowledgements included.
 """
 
 from __future__ import annotations
@@ -247,7 +248,8 @@ def main() -> None:
     print(table)
     if given.out:
         machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-        head = f"# all_reduce on a network in a box\n\n{datetime.date.today()}, {machine}. Command: `{' '.join(sys.argv)}`. "
+        head = f"# all_reduce on a network in a box\n\n{datetime.date.today()}, {machine}, TCP {given.tcp}. "
+        head += f"Command: `{' '.join(sys.argv)}`. "
         head += "What the columns mean stands at the top of bench/wire.py.\n\n"
         given.out.mkdir(parents=True, exist_ok=True)
         (given.out / "wire.md").write_text(head + table)

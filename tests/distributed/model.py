@@ -1,8 +1,8 @@
 """The collectives once more, in one process: plain codec calls, no wire, no lane, no fused pass.
 
-Each function takes the tensors of all ranks and says what every rank must end with, bit for bit. A reduction's parts
-start at multiples of 128 elements; sums run in fp32 in rank order; what a rank has itself stays exact; a sum is divided
-before it is encoded.
+Each function takes the tensors of all ranks and says what every rank must end with, bit for bit. A large tensor is
+reduced in pieces, the first of which fits the header; a piece's parts start at multiples of 128 elements; sums run in
+fp32 in rank order; what a rank has itself stays exact; a sum is divided before it is encoded.
 """
 
 from __future__ import annotations
@@ -30,35 +30,57 @@ def parts(numel: int, world: int) -> list[slice]:
     return [slice(min(numel, rank * each), min(numel, (rank + 1) * each)) for rank in range(world)]
 
 
+def pieces(codec: Codec, numel: int, world: int) -> list[slice]:
+    """What is reduced at a time: up to 512 KB a row in one go, else 128 KB first, then even pieces of up to 512 KB."""
+    row = parts(numel, world)[0].stop
+    total = codec.row_bytes(row)
+    if total <= 512 * 1024:
+        return [slice(0, numel)]
+    unit = 128 * world
+    first = row * (128 * 1024) // total // 128 * unit
+    count = -(-total // (512 * 1024))
+    each = -(-(numel - first) // (count * unit)) * unit
+    return [slice(0, first), *(slice(start, min(numel, start + each)) for start in range(first, numel, each))]
+
+
 def there(codec: Codec, rows: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
     """Rows after a trip."""
     return codec.decode(codec.encode(rows, seed), rows.shape[-1], dtype)
 
 
-def summed(codec: Codec, pieces: Sequence[Tensor], owner: int, divisor: int, seed: int = 0) -> Tensor:
-    """The fp32 sum, at its owner, of one flat piece per rank."""
+def summed(codec: Codec, terms: Sequence[Tensor], owner: int, divisor: int, seed: int = 0, *key: int) -> Tensor:
+    """The fp32 sum, at its owner, of one flat term per rank."""
     total = torch.empty(0)
-    for rank, piece in enumerate(pieces):
+    for rank, piece in enumerate(terms):
         if rank == owner:
             term = piece.float()
         else:
-            term = there(codec, piece[None], seed_for(codec, seed, rank, owner), torch.float32)[0]
+            term = there(codec, piece[None], seed_for(codec, seed, rank, owner, *key), torch.float32)[0]
         total = term if rank == 0 else total + term
     return total if divisor == 1 else total / torch.full_like(total, divisor)
+
+
+def owned(codec: Codec, numel: int, world: int) -> list[tuple[int, int, slice]]:
+    """The elements that one rank reduces at a time: (piece, owner, where), in order."""
+    found = []
+    for index, piece in enumerate(pieces(codec, numel, world)):
+        for owner, mine in enumerate(parts(piece.stop - piece.start, world)):
+            found.append((index, owner, slice(piece.start + mine.start, piece.start + mine.stop)))
+    return found
 
 
 def sums(codec: Codec, tensors: Sequence[Tensor], divisor: int = 1, seed: int = 0) -> Tensor:
     """What the owners hold before they encode it: a flat fp32 tensor."""
     flat = [tensor.reshape(-1) for tensor in tensors]
-    where = parts(flat[0].numel(), len(flat))
-    return torch.cat([summed(codec, [x[mine] for x in flat], r, divisor, seed) for r, mine in enumerate(where)])
+    where = owned(codec, flat[0].numel(), len(flat))
+    return torch.cat([summed(codec, [x[mine] for x in flat], r, divisor, seed, index) for index, r, mine in where])
 
 
 def all_reduce(codec: Codec, tensors: Sequence[Tensor], divisor: int = 1, seed: int = 0) -> Tensor:
     world, total = len(tensors), sums(codec, tensors, divisor, seed)
     done = [
-        there(codec, total[mine][None], seed_for(codec, seed, owner, world), tensors[0].dtype)[0]
-        for owner, mine in enumerate(parts(total.numel(), world))
+        there(codec, total[mine][None], seed_for(codec, seed, owner, world, index), tensors[0].dtype)[0]
+        for index, owner, mine in owned(codec, total.numel(), world)
     ]
     return torch.cat(done).view(tensors[0].shape)
 
@@ -67,8 +89,8 @@ def reduce_scatter(codec: Codec, inputs: Sequence[Sequence[Tensor]], divisor: in
     """Every rank's output, given every rank's list of inputs."""
     outputs = []
     for owner, own in enumerate(inputs):
-        pieces = [one[owner].reshape(-1) for one in inputs]
-        outputs.append(summed(codec, pieces, owner, divisor, seed).to(own[owner].dtype).view(own[owner].shape))
+        terms = [one[owner].reshape(-1) for one in inputs]
+        outputs.append(summed(codec, terms, owner, divisor, seed).to(own[owner].dtype).view(own[owner].shape))
     return outputs
 
 
@@ -110,7 +132,7 @@ def all_reduce_bound(codec: Codec, tensors: Sequence[Tensor], divisor: int = 1, 
     flat = [tensor.reshape(-1) for tensor in tensors]
     held = sums(codec, tensors, divisor, seed)
     bounds = []
-    for owner, mine in enumerate(parts(held.numel(), world)):
+    for _, owner, mine in owned(codec, held.numel(), world):
         errors = [codec.max_error(x[mine]).double() for x in flat]
         size = torch.stack([x[mine].double().abs() + e for x, e in zip(flat, errors, strict=True)]).sum(0)
         first = torch.stack([e for rank, e in enumerate(errors) if rank != owner]).sum(0)

@@ -18,8 +18,9 @@ from narrowcast import distributed as ncd
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 SEED = 7
 
-# Rows of 30,000 elements and more are above what travels along with a header (32 KiB) in these codecs.
+# Rows of these sizes are above what travels along with a header (128 KB), or above a piece (512 KB).
 LARGE = ("raw", "bf16", "int8", "fp8_e4m3:block=32")
+PIECES = ("raw", "int8:stochastic=true")
 
 
 def data(rank: int, case: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -38,7 +39,10 @@ def reductions(world: int) -> list[tuple[str, int, torch.dtype, dist.ReduceOp]]:
         for i, name in enumerate(CODECS)
     ]
     large = LARGE[world % 2 :: 2]
-    return made + [(name, 35_000 * world + 3, DTYPES[(i + world) % 4], (SUM, AVG)[i]) for i, name in enumerate(large)]
+    made += [(name, 150_000 * world + 3, DTYPES[(i + world) % 4], (SUM, AVG)[i]) for i, name in enumerate(large)]
+    if world <= 4:
+        made += [(name, 700_000 * world + 77, torch.float32, (SUM, AVG)[i]) for i, name in enumerate(PIECES)]
+    return made
 
 
 def all_reduces(rank: int, world: int) -> list[Tensor]:

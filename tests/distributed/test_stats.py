@@ -83,7 +83,7 @@ def test_every_row_of_an_uneven_all_reduce_is_counted_where_it_is_sent() -> None
 
 def broadcasts(rank: int) -> list[tuple[int, int]]:
     found = []
-    for numel in (1000, 100_000):
+    for numel in (1000, 300_000):
         ncd.reset_stats()
         ncd.broadcast(torch.ones(numel), 1, codec="int8")
         total = of_one("broadcast")
@@ -92,7 +92,7 @@ def broadcasts(rank: int) -> list[tuple[int, int]]:
 
 
 def test_a_large_broadcast_leaves_the_source_once_and_the_others_pass_it_on() -> None:
-    small, large = (nc.codec("int8").row_bytes(n) for n in (1000, 100_000))
+    small, large = (nc.codec("int8").row_bytes(n) for n in (1000, 300_000))
     found = run(4, broadcasts)
     header = 3 * header_bytes(4)
     assert [of_rank[0][0] for of_rank in found] == [header, header + 3 * small, header, header]
@@ -101,7 +101,7 @@ def test_a_large_broadcast_leaves_the_source_once_and_the_others_pass_it_on() ->
     source = sum(pieces) - pieces[1] + 3 * pieces[1]
     passed = [2 * pieces[rank] if rank != 1 else source for rank in range(4)]
     assert [of_rank[1][0] for of_rank in found] == [header + sent for sent in passed]
-    assert [of_rank[1][1] for of_rank in found] == [0, 3 * 400_000, 0, 0]
+    assert [of_rank[1][1] for of_rank in found] == [0, 3 * 1_200_000, 0, 0]
 
 
 def timed(rank: int) -> None:

@@ -29,12 +29,9 @@ FIXED_BYTES = _FIXED.size
 _Counts = npt.NDArray[np.int64]
 
 
-NOTE_BYTES = 8
-
-
 def header_bytes(ranks: int) -> int:
     """The size of a header in a group of so many ranks."""
-    return FIXED_BYTES + 16 * ranks + NOTE_BYTES
+    return FIXED_BYTES + 16 * ranks
 
 
 @dataclass(frozen=True)
@@ -55,11 +52,10 @@ class Call:
             text += f" sending {list(self.send)}, expecting {list(self.receive)}"
         return text
 
-    def header(self, number: int, ranks: int, note: int = 0) -> bytes:
-        """The header of the call with this number; the note is for ranks to tell each other, and need not agree."""
+    def header(self, number: int, ranks: int) -> bytes:
         digest, common = _digest(self.op, self.codec, self.words)
         counts = [*(self.send or (0,) * ranks), *(self.receive or (0,) * ranks)]
-        return _FIXED.pack(number, digest, common) + struct.pack(f"<{2 * ranks + 1}q", *counts, note)
+        return _FIXED.pack(number, digest, common) + struct.pack(f"<{2 * ranks}q", *counts)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -70,23 +66,18 @@ def _digest(op: str, codec: Codec, words: str) -> tuple[bytes, bytes]:
     return hashlib.blake2b(meant.encode(), digest_size=16).digest(), common.encode()[:200]
 
 
-def check(table: npt.NDArray[np.uint8], ranks: Sequence[int]) -> list[int]:
-    """Raise `MismatchError` unless the headers (one per row) of all `ranks` (global numbers) fit together.
-
-    Returns the notes of all ranks.
-    """
-    notes: list[int] = table[:, -NOTE_BYTES:].copy().view("<i8")[:, 0].tolist()
-    counted = table[:, FIXED_BYTES:-NOTE_BYTES]
+def check(table: npt.NDArray[np.uint8], ranks: Sequence[int]) -> None:
+    """Raise `MismatchError` unless the headers (one per row) of all `ranks` (global numbers) fit together."""
+    counted = table[:, FIXED_BYTES:]
     if (table[:, :FIXED_BYTES] != table[0, :FIXED_BYTES]).any():
         raise MismatchError(_differing([header.tobytes() for header in table], ranks))
     if not counted.any():
-        return notes
+        return
     counts = counted.copy().view("<i8")
     send, receive = counts.reshape(len(ranks), 2, len(ranks)).swapaxes(0, 1)
     wrong = np.argwhere(send != receive.T)
     if len(wrong):
         raise MismatchError(_uneven(_text(table[0].tobytes()), send, receive, wrong, ranks))
-    return notes
 
 
 def _differing(headers: Sequence[bytes], ranks: Sequence[int]) -> str:

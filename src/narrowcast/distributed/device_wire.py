@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast.distributed.agreement import NOTE_BYTES
 from narrowcast.distributed.arena import Arena
 from narrowcast.distributed.wire import HostWire
 
@@ -33,7 +32,7 @@ class StagedWire:
         self.turns, self.eager, self.pieces = host.turns, host.eager, host.pieces
         self._device = device
         self._arena = Arena()
-        self._sent = self._expected = self.speed = 0
+        self._sent = self._expected = 0
 
     def agree(
         self,
@@ -41,12 +40,12 @@ class StagedWire:
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> Sequence[int]:
+    ) -> None:
         def fetched(peer: int) -> Tensor | None:
             row = eager(peer)
             return None if row is None else row.cpu()
 
-        return self.host.agree(header, fetched, incoming, meanwhile)
+        self.host.agree(header, fetched, incoming, meanwhile)
 
     def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
         sizes = [len(row) for row in incoming]
@@ -87,7 +86,6 @@ class NcclWire:
 
     eager = 0
     pieces = 1
-    speed = 0
 
     def __init__(self, control: HostWire, store: dist.Store) -> None:
         self.control = control
@@ -106,13 +104,12 @@ class NcclWire:
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> Sequence[int]:
+    ) -> None:
         meanwhile()
-        unnumbered = bytes(header[8:-NOTE_BYTES].numpy())
+        unnumbered = bytes(header[8:].numpy())
         if self._always or unnumbered not in self._agreed:
             self.control.agree(header, lambda peer: None, [header[:0]] * self.size)
             self._agreed.add(unnumbered)
-        return [0] * self.size
 
     def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
         def arrivals() -> Iterator[int]:

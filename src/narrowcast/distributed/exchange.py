@@ -22,7 +22,7 @@ class Exchange:
         self.rank = wire.rank
         self.size = wire.size
         self.targets = [(wire.rank + i) % wire.size for i in range(1, wire.size)]
-        self._header = agreement.as_tensor(call.header(number, wire.size, wire.speed))
+        self._header = agreement.as_tensor(call.header(number, wire.size))
         self._turn = 0
         self._nothing = torch.empty(0, dtype=torch.uint8, device=coder.device)
 
@@ -55,11 +55,8 @@ class Exchange:
         eager: Callable[[int], Tensor | None] = lambda peer: None,
         incoming: Sequence[Tensor] | None = None,
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> Sequence[int]:
-        """Agree with all ranks; `eager` rows ride along, into those of `incoming` that are small enough.
-
-        Returns the speed of the wire as each rank saw it.
-        """
+    ) -> None:
+        """Agree with all ranks; `eager` rows ride along, into those of `incoming` that are small enough."""
 
         def along(peer: int) -> Tensor | None:
             row = eager(peer)
@@ -67,17 +64,20 @@ class Exchange:
             return row
 
         self._count(self._header.numel() * (self.size - 1))
-        return self.wire.agree(self._header, along, incoming or [self._nothing] * self.size, meanwhile)
+        self.wire.agree(self._header, along, incoming or [self._nothing] * self.size, meanwhile)
 
     def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
         self._count(len(row))
         self.wire.send(row, peer, stage)
 
-    def next_row(self, name: str, nbytes: int) -> Tensor:
+    def reserve(self, nbytes: int) -> None:
+        """Take memory for the rows that are to be sent, of up to so many bytes each. Once in a collective."""
+        self._rows = self.coder.take("outbox", self.wire.turns * nbytes).view(self.wire.turns, nbytes)
+
+    def next_row(self, nbytes: int) -> Tensor:
         """Memory for a row that is to be sent: another one each time, until it surely is."""
-        rows = self.coder.take(name, self.wire.turns * nbytes).view(self.wire.turns, nbytes)
         self._turn += 1
-        return rows[self._turn % self.wire.turns]
+        return self._rows[self._turn % self.wire.turns, :nbytes]
 
     def share(self, rows: Sequence[Tensor], skip: int = -1) -> None:
         """Send this rank's row of `rows` to all others (but `skip`), and fill the other rows with theirs."""

@@ -33,9 +33,10 @@ def all_to_all(exchange: Exchange, outputs: Sequence[Tensor], inputs: Sequence[T
     """Send `inputs[peer]` to each peer, and write what each sent into `outputs[peer]` (rows, [count, numel])."""
     coder, rank = exchange.coder, exchange.rank
     sizes = [coder.nbytes(piece) for piece in inputs]
+    exchange.reserve(max(sizes))
 
     def outgoing(peer: int) -> Tensor:
-        return coder.encode(inputs[peer], exchange.next_row("outbox", max(sizes))[: sizes[peer]], rank, peer)
+        return coder.encode(inputs[peer], exchange.next_row(sizes[peer]), rank, peer)
 
     def arrived(peer: int) -> None:
         if peer == rank:

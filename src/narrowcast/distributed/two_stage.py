@@ -13,21 +13,20 @@ Each element is quantized twice whatever the number of ranks, and each rank send
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 from torch import Tensor
 
+from narrowcast.codecs import Codec
 from narrowcast.distributed.exchange import Exchange
 
 UNIT = 128
 """Parts start at multiples of so many elements: whole blocks of the usual codecs, and aligned rows."""
 
-ROW, FAST_ROW = 512 * 1024, 4 << 20
-"""A piece is as large as makes its rows take about so many bytes. Small ones overlap better, and each one costs a
-thread switch or two, which a link of more than `FAST` bytes a second does not wait for (bench/wire.py)."""
-
-FAST = 160_000_000
+ROW = 512 * 1024
+"""A piece is as large as makes its rows take about so many bytes. Smaller ones overlap better on a slow link, larger
+ones cost fewer thread switches on a fast one (bench/wire.py). It decides who owns an element, and so the last bits
+of a sum: it must not depend on anything that may differ between two runs."""
 
 
 def split(numel: int, ranks: int) -> list[int]:
@@ -36,20 +35,30 @@ def split(numel: int, ranks: int) -> list[int]:
     return [max(0, min(each, numel - rank * each)) for rank in range(ranks)]
 
 
+def cut(numel: int, ranks: int, codec: Codec, eager: int) -> list[int]:
+    """How many elements the pieces have in which a tensor is reduced.
+
+    The first one of a large tensor is small enough to go with the header, and keeps the link busy while ranks agree.
+    """
+    part = split(numel, ranks)[0]
+    row_bytes = codec.row_bytes(part)
+    if row_bytes <= ROW or not eager:
+        return [numel]
+    unit = UNIT * ranks
+    first = part * eager // row_bytes // UNIT * unit
+    each = -(-(numel - first) // (-(-row_bytes // ROW) * unit)) * unit
+    return [first, *(min(each, numel - start) for start in range(first, numel, each))]
+
+
 def all_reduce(exchange: Exchange, flat: Tensor, divisor: int) -> None:
     """Sum `flat` [numel] over all ranks, in place.
 
     A large tensor goes in pieces: while one is added up, the next is on the wire, and the sums of the last one follow.
-    The first piece is small enough to go with the header, and keeps the link busy while ranks agree. How large the
-    others are depends on how fast the wire was, in the eyes of the first rank: all must cut alike.
     """
-    start, sent = time.perf_counter(), exchange.coder.meter.sent_bytes
-    first = with_header(exchange, flat)
-    pieces = [Piece(exchange, flat[:first], 0)]
-    speeds = pieces[0].open()
-    if first < len(flat):
-        rest = cut(exchange, flat[first:], speeds[0])
-        pieces += [Piece(exchange, piece, index) for index, piece in enumerate(rest, 1)]
+    sizes = cut(len(flat), exchange.size, exchange.coder.codec, exchange.wire.eager)
+    pieces = [Piece(exchange, piece, index) for index, piece in enumerate(flat.split(sizes))]
+    exchange.reserve(max(max(piece.sizes) for piece in pieces))
+    pieces[0].open()
     for piece in pieces[:2]:
         piece.expect()
     for i, piece in enumerate(pieces):
@@ -64,25 +73,6 @@ def all_reduce(exchange: Exchange, flat: Tensor, divisor: int) -> None:
     for piece in pieces[-2:]:
         piece.collect()
     exchange.wire.flush()
-    if len(pieces) > 1:
-        exchange.wire.speed = int((exchange.coder.meter.sent_bytes - sent) / (time.perf_counter() - start))
-
-
-def with_header(exchange: Exchange, flat: Tensor) -> int:
-    """How many elements go first: all of a small tensor, and of a large one as many as go with the header."""
-    part = split(len(flat), exchange.size)[0]
-    row_bytes = exchange.coder.codec.row_bytes(part)
-    if exchange.wire.pieces == 1 or row_bytes <= ROW:
-        return len(flat)
-    return part * exchange.wire.eager // row_bytes // UNIT * UNIT * exchange.size
-
-
-def cut(exchange: Exchange, flat: Tensor, speed: int) -> list[Tensor]:
-    """The further pieces. On a slow wire their rows take about `ROW` bytes, on a fast one several times as many."""
-    row_bytes = exchange.coder.codec.row_bytes(split(len(flat), exchange.size)[0])
-    count = -(-row_bytes // (FAST_ROW if speed > FAST else ROW))
-    unit = UNIT * exchange.size
-    return list(flat.split(-(-len(flat) // (count * unit)) * unit))
 
 
 class Piece:
@@ -102,11 +92,12 @@ class Piece:
         self.results = coder.take(f"results {slot}", sum(self.sizes)).split(self.sizes)
         self._first: Tensor | None = None
 
-    def open(self) -> Sequence[int]:
+    def open(self) -> None:
         """Agree with all ranks, and send the parts with the header where they are small enough."""
         if self.along:
-            return self.exchange.agree(lambda peer: self._encode(peer) if self.sizes[peer] else None, list(self.inbox))
-        return self.exchange.agree(meanwhile=self._encode_first)
+            self.exchange.agree(lambda peer: self._encode(peer) if self.sizes[peer] else None, list(self.inbox))
+        else:
+            self.exchange.agree(meanwhile=self._encode_first)
 
     def expect(self) -> None:
         """Say where the rows of this piece go, in time for peers that are early."""
@@ -141,7 +132,7 @@ class Piece:
         self._first = self._encode(self.exchange.targets[0])
 
     def _encode(self, peer: int) -> Tensor:
-        out = self.exchange.next_row("outbox", max(self.sizes))[: self.sizes[peer]]
+        out = self.exchange.next_row(self.sizes[peer])
         return self.coder.encode(self.parts[peer][None], out, self.rank, peer, self.index)
 
 
@@ -150,10 +141,10 @@ def reduce_scatter(exchange: Exchange, parts: Sequence[Tensor], output: Tensor, 
     coder, size, rank = exchange.coder, exchange.size, exchange.rank
     sizes = [coder.codec.row_bytes(len(part)) for part in parts]
     inbox = coder.take("inbox", size * sizes[rank]).view(size, sizes[rank])
+    exchange.reserve(max(sizes))
 
     def outgoing(peer: int) -> Tensor:
-        out = exchange.next_row("outbox", max(sizes))[: sizes[peer]]
-        return coder.encode(parts[peer][None], out, rank, peer)
+        return coder.encode(parts[peer][None], exchange.next_row(sizes[peer]), rank, peer)
 
     exchange.open(outgoing, sizes, [row if peer != rank else row[:0] for peer, row in enumerate(inbox)])
     coder.sum(inbox, parts[rank], rank, divisor, output)

@@ -64,8 +64,6 @@ class Wire(Protocol):
     """How many calls of `send` it takes until a row is surely sent."""
     pieces: int
     """How many pieces of a tensor may be under way at a time."""
-    speed: int
-    """Bytes a second that the last large reduction sent, as this rank saw it; 0 before there was one."""
     eager: int
     """Rows of up to so many bytes travel with the header."""
 
@@ -75,11 +73,11 @@ class Wire(Protocol):
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> Sequence[int]:
+    ) -> None:
         """Compare headers with every rank, and raise `MismatchError` where they do not fit together.
 
         `eager(peer)` is the row that rides along to that peer, or None; `meanwhile` is called while headers are on
-        their way. Rows of `incoming` that are small enough to have come along are filled. Returns the headers' notes.
+        their way. Rows of `incoming` that are small enough to have come along are filled.
         """
 
     def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
@@ -131,7 +129,6 @@ class HostWire:
         self.turns = self._window + 1
         self._aside = Lane("narrowcast wire")
         self._scrap = torch.empty(1, dtype=torch.uint8)
-        self.speed = 0
         self._heard = torch.zeros(self.size, _WORDS_BYTES, dtype=torch.uint8)
         self._listening = [self._receive(self._heard[peer], peer, _LAST_WORDS) for peer in self._sources]
 
@@ -141,7 +138,7 @@ class HostWire:
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> Sequence[int]:
+    ) -> None:
         outgoing, came = self._slots
         receives, self._headers = self._headers or self._expect_headers(), []
         outgoing[:, : self._length] = header
@@ -166,7 +163,7 @@ class HostWire:
         # there is a next call, that one says so.
         with contextlib.suppress(WireError):
             self._headers = self._expect_headers()
-        return agreement.check(headers, self._ranks)
+        agreement.check(headers, self._ranks)
 
     def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
         receives = [self._receive(incoming[peer], peer, _ROWS + stage) for peer in self._sources]
