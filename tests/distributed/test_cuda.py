@@ -105,14 +105,12 @@ def one_rank_over_nccl(rank: int) -> None:
     peers = peers_of(dist.group.WORLD, torch.device("cuda", 0))
     assert peers.nccl
 
-    wire = NcclWire(HostWire(dist.PrefixStore("test", store), 0, [0], datetime.timedelta(seconds=30)), store)
+    limit = datetime.timedelta(seconds=30)
+    wire = NcclWire(HostWire(dist.PrefixStore("test", store), 0, [0], limit, limit), store)
     sent, received = torch.arange(64, dtype=torch.uint8).cuda(), torch.zeros(64, dtype=torch.uint8).cuda()
     wire._group.alltoall([received], [sent]).wait()
     assert torch.equal(sent, received)
-    arrived: list[int] = []
-    wire.expect([received])
-    wire.rounds(lambda peer, turn: sent, arrived.append)
-    assert arrived == [0]
+    assert list(wire.expect([received])()) == []  # a rank alone has no peers, but NCCL's call is made
     wire.close()
 
 
