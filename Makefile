@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 CORE   := CMakeLists.txt $(wildcard src/narrowcast/kernels/native_core/*)
 
-.PHONY: help demo test lint format soak gpu bench sanitize clean
+.PHONY: help demo test lint format soak gpu bench wire sanitize clean
 
 help:            ## say what there is
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
@@ -39,15 +39,19 @@ format: $(VENV)/.dev     ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, wheels from scratch
+soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, wheels from scratch, 10,000 rounds
 	$(BIN)/pytest -m soak --timeout 3600
 
 gpu: $(VENV)/.dev        ## the kernels on a real GPU
-	$(BIN)/pytest tests/kernels/test_gpu.py
+	$(BIN)/pytest tests/kernels/test_gpu.py tests/distributed/test_cuda.py
 	$(BIN)/python bench/gpu.py
 
 bench: $(VENV)/.dev      ## time the codecs against a plain copy
 	$(BIN)/python bench/codec.py
+
+wire: $(VENV)/.dev       ## time the collectives on a network in a box (needs root)
+	$(BIN)/pip install --quiet --editable '.[plot]'
+	$(BIN)/python bench/wire.py --out bench/results
 
 sanitize: $(VENV)/.dev   ## the native core under AddressSanitizer and UndefinedBehaviorSanitizer
 	cmake -S . -B build/sanitize -DNC_SANITIZE=ON

@@ -2,8 +2,9 @@
 
     python3 bench/experiments/linear_cuda.py        needs a GPU and torch.cuda._compile_kernel (torch 2.9 and newer)
 
-An experiment, kept for the kernels of nc.nn.Linear, not used by the library. Weights rotate past the L2 cache, calls
-are replayed as a CUDA graph; the share is of 4.37 TB/s, the H200's read bandwidth as measured elsewhere (not in this run).
+An experiment, kept for the kernels of nc.nn.Linear, not used by the library. Weights rotate past the L2 cache, and
+calls are replayed as a CUDA graph. The share is of 4.37 TB/s, the H200's read bandwidth as measured elsewhere (not in
+this run). 2026-11-15, H200, torch 2.11: int8 57%, 87%, 91% and 66% (split) at the four shapes, int4 38%, 61%, 64%, 57%.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def pieces(codec: Codec, numel: int, world: int) -> list[slice]:
     if total <= 512 * 1024:
         return [slice(0, numel)]
     unit = 128 * world
-    first = row * (128 * 1024) // total // 128 * unit
+    first = row * (128 * 1024 - 256) // total // 128 * unit
     count = -(-total // (512 * 1024))
     each = -(-(numel - first) // (count * unit)) * unit
     return [slice(0, first), *(slice(start, min(numel, start + each)) for start in range(first, numel, each))]

@@ -45,7 +45,7 @@ def cut(numel: int, ranks: int, codec: Codec, eager: int) -> list[int]:
     if row_bytes <= ROW or not eager:
         return [numel]
     unit = UNIT * ranks
-    first = part * eager // row_bytes // UNIT * unit
+    first = part * (eager - 256) // row_bytes // UNIT * unit  # less a little, for the padding of rows
     each = -(-(numel - first) // (-(-row_bytes // ROW) * unit)) * unit
     return [first, *(min(each, numel - start) for start in range(first, numel, each))]
 
