@@ -31,14 +31,14 @@ def parts(numel: int, world: int) -> list[slice]:
 
 
 def pieces(codec: Codec, numel: int, world: int) -> list[slice]:
-    """What is reduced at a time: up to 512 KB a row in one go, else 128 KB first, then even pieces of up to 512 KB."""
+    """What is reduced at a time: up to 768 KB a row in one go, else 128 KB first, then even pieces of up to 768 KB."""
     row = parts(numel, world)[0].stop
     total = codec.row_bytes(row)
-    if total <= 512 * 1024:
+    if total <= 768 * 1024:
         return [slice(0, numel)]
     unit = 128 * world
     first = row * (128 * 1024 - 256) // total // 128 * unit
-    count = -(-total // (512 * 1024))
+    count = -(-total // (768 * 1024))
     each = -(-(numel - first) // (count * unit)) * unit
     return [slice(0, first), *(slice(start, min(numel, start + each)) for start in range(first, numel, each))]
 

@@ -18,7 +18,7 @@ from narrowcast import distributed as ncd
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 SEED = 7
 
-# Rows of these sizes are above what travels along with a header (128 KB), or above a piece (512 KB).
+# Rows of these sizes are above what travels along with a header (128 KB), or above a piece (768 KB).
 LARGE = ("raw", "bf16", "int8", "fp8_e4m3:block=32")
 PIECES = ("raw", "int8:stochastic=true")
 
@@ -41,7 +41,7 @@ def reductions(world: int) -> list[tuple[str, int, torch.dtype, dist.ReduceOp]]:
     large = LARGE[world % 2 :: 2]
     made += [(name, 150_000 * world + 3, DTYPES[(i + world) % 4], (SUM, AVG)[i]) for i, name in enumerate(large)]
     if world <= 4:
-        made += [(name, 700_000 * world + 77, torch.float32, (SUM, AVG)[i]) for i, name in enumerate(PIECES)]
+        made += [(name, 900_000 * world + 77, torch.float32, (SUM, AVG)[i]) for i, name in enumerate(PIECES)]
     return made
 
 

@@ -23,7 +23,7 @@ from narrowcast.distributed.exchange import Exchange
 UNIT = 128
 """Parts start at multiples of so many elements: whole blocks of the usual codecs, and aligned rows."""
 
-ROW = 512 * 1024
+ROW = 768 * 1024
 """A piece is as large as makes its rows take about so many bytes. Smaller ones overlap better on a slow link, larger
 ones cost fewer thread switches on a fast one (bench/wire.py). It decides who owns an element, and so the last bits
 of a sum: it must not depend on anything that may differ between two runs."""
