@@ -119,3 +119,15 @@ def one_of(rank: int | None, group_rank: int | None, group: dist.ProcessGroup, n
     if not 0 <= group_rank < group.size():
         raise ShapeError(f"{group_name}={group_rank!r}: this group has ranks 0 to {group.size() - 1}.")
     return group_rank
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def in_common(tensor: Tensor, codec: Codec | None = None) -> str:
+    """What every rank's tensors must have in common, in words; with block=row also the length of a row."""
+    words = f"dtype={str(tensor.dtype).removeprefix('torch.')}"
+    if codec is not None and codec.block == "row" and tensor.dim() > 1:
+        words += f", row={tensor.shape[-1]}"
+    return words

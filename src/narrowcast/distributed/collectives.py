@@ -61,8 +61,8 @@ def all_reduce(
             two_stage.all_reduce(exchange, data.view(-1), divisor)
         bring_home()
 
-    call = Call("all_reduce", chosen, f"{_common(target)}, numel={target.numel()}, op={name}")
-    plain = 2 * _bytes(target) * (peers.size - 1) // peers.size
+    call = Call("all_reduce", chosen, f"{arguments.in_common(target)}, numel={target.numel()}, op={name}")
+    plain = 2 * arguments.nbytes(target) * (peers.size - 1) // peers.size
     return launch(peers, call, protocol, [tensor], [data], plain_bytes=plain, async_op=async_op, seed=seed)
 
 
@@ -133,8 +133,8 @@ def _reduce_scatter(
         bring_home()
 
     sizes = tuple(len(row) for row in rows)
-    call = Call(name, codec, f"{_common(output)}, op={word}", sizes, (output.numel(),) * group.size())
-    plain = sum(_bytes(row) for row in rows) - _bytes(output)
+    call = Call(name, codec, f"{arguments.in_common(output)}, op={word}", sizes, (output.numel(),) * group.size())
+    plain = sum(arguments.nbytes(row) for row in rows) - arguments.nbytes(output)
     return launch(peers, call, protocol, [output], rows, plain_bytes=plain, async_op=async_op, seed=seed)
 
 
@@ -209,8 +209,8 @@ def _all_gather(
         after()
 
     sizes = tuple(output.numel() for output in outputs)
-    call = Call(name, codec, _common(source, codec), (source.numel(),) * group.size(), sizes)
-    plain = _bytes(source) * (group.size() - 1)
+    call = Call(name, codec, arguments.in_common(source, codec), (source.numel(),) * group.size(), sizes)
+    plain = arguments.nbytes(source) * (group.size() - 1)
     return launch(peers, call, protocol, written, [mine], plain_bytes=plain, async_op=async_op, seed=seed)
 
 
@@ -298,8 +298,8 @@ def _all_to_all(
 
     sent = tuple(piece.numel() for piece in inputs)
     expected = tuple(piece.numel() for piece in outputs)
-    call = Call(name, codec, _common(inputs[0], codec), sent, expected)
-    plain = sum(_bytes(piece) for piece in inputs) - _bytes(inputs[rank])
+    call = Call(name, codec, arguments.in_common(inputs[0], codec), sent, expected)
+    plain = sum(arguments.nbytes(piece) for piece in inputs) - arguments.nbytes(inputs[rank])
     return launch(peers, call, protocol, written, rows_in, plain_bytes=plain, async_op=async_op, seed=seed)
 
 
@@ -329,18 +329,8 @@ def broadcast(
             one_trip.broadcast(exchange, rows, root)
             bring_home()
 
-    call = Call("broadcast", chosen, f"{_common(target, chosen)}, numel={target.numel()}, src={peers.ranks[root]}")
-    plain = _bytes(target) * (peers.size - 1) if root == peers.rank else 0
+    call = Call(
+        "broadcast", chosen, f"{arguments.in_common(target, chosen)}, numel={target.numel()}, src={peers.ranks[root]}"
+    )
+    plain = arguments.nbytes(target) * (peers.size - 1) if root == peers.rank else 0
     return launch(peers, call, protocol, [tensor], [data], plain_bytes=plain, async_op=async_op, seed=seed)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _common(tensor: Tensor, codec: Codec | None = None) -> str:
-    """What every rank's tensors must have in common, in words; with block=row also the length of a row."""
-    words = f"dtype={str(tensor.dtype).removeprefix('torch.')}"
-    if codec is not None and codec.block == "row" and tensor.dim() > 1:
-        words += f", row={tensor.shape[-1]}"
-    return words

@@ -15,7 +15,7 @@ from torch import Tensor
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
 from narrowcast.distributed.agreement import Call
-from narrowcast.distributed.collectives import AnyCodec, _bytes, _common
+from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.lane import Work
 from narrowcast.distributed.launch import launch, readable, writable
@@ -114,7 +114,15 @@ def _send(
 
     call = _message(chosen, source, found.rank(), peer, tag, found)
     return launch(
-        pair, call, protocol, [tensor], [source], name=name, plain_bytes=_bytes(source), async_op=async_op, seed=seed
+        pair,
+        call,
+        protocol,
+        [tensor],
+        [source],
+        name=name,
+        plain_bytes=arguments.nbytes(source),
+        async_op=async_op,
+        seed=seed,
     )
 
 
@@ -153,7 +161,8 @@ def _receive(
 
 def _message(codec: Any, tensor: Tensor, source: int, target: int, tag: int, group: dist.ProcessGroup) -> Call:
     ranks = dist.get_process_group_ranks(group)
-    words = f"{_common(tensor, codec)}, numel={tensor.numel()}, from={ranks[source]}, to={ranks[target]}, tag={tag}"
+    words = f"{arguments.in_common(tensor, codec)}, numel={tensor.numel()}"
+    words += f", from={ranks[source]}, to={ranks[target]}, tag={tag}"
     return Call("message", codec, words)
 
 
