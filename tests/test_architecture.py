@@ -16,7 +16,7 @@ EXTERNAL = {"numpy", "torch", "safetensors", "typer", "rich", "triton"} | set(sy
 
 # Each part, and the other parts of narrowcast that it may import. Everything above integrations may be imported by it.
 BELOW = {"errors", "kernels", "codecs", "payload"}
-ABOVE = BELOW | {"distributed", "nn", "checkpoint"}
+ABOVE = BELOW | {"distributed", "nn", "checkpoint", "models"}
 ARROWS = {
     "errors": set(),
     "kernels": {"errors"},
@@ -25,6 +25,7 @@ ARROWS = {
     "distributed": BELOW,
     "nn": BELOW,
     "checkpoint": BELOW,
+    "models": BELOW | {"nn", "checkpoint"},
     "integrations": ABOVE,
     "compat": ABOVE,
     "cli": ABOVE | {"integrations", "compat"},

@@ -1,4 +1,4 @@
-"""An encoded tensor, and the two functions that make it and read it.
+"""Encoded tensors, and the functions that make and read them.
 
 A tensor is encoded as one row; with `block=row`, each vector of its last dimension is a row of its own. A `Payload` is
 those rows end to end, with what is needed to read them. Its bytes carry no header: files and messages that need one
@@ -60,6 +60,54 @@ class Payload:
             f"Payload({self.codec.spec!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"nbytes={self.nbytes}, device={str(self.device)!r})"
         )
+
+
+@dataclass(eq=False, slots=True)
+class EncodedRows:
+    """A weight whose rows are encoded one by one, as modules hold it and files store it.
+
+    A weight of shape [out, in], or [experts, out, in], has a row for every vector of its last dimension; a convolution's
+    [out, in, height, width] has one for every output: whatever `data` has no dimension for lies inside a row.
+    """
+
+    data: Tensor
+    """uint8, [*shape[:n], row_bytes(product of shape[n:])] for some n of at least 1."""
+    codec: Codec
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        lead = self.data.shape[:-1]
+        fits = self.data.dtype == torch.uint8 and 1 <= len(lead) < len(self.shape) and self.shape[: len(lead)] == lead
+        if not fits or self.data.shape[-1] != self.codec.row_bytes(self.numel):
+            raise PayloadError(
+                f"data: the rows of a weight of shape {tuple(self.shape)} in codec {self.codec.spec!r} are uint8 "
+                f"[{self.shape[0] if self.shape else ''}, ..., {self.codec.row_bytes(self.numel) if lead else '?'}], got "
+                f"{str(self.data.dtype).removeprefix('torch.')} {list(self.data.shape)}. The bytes are another weight's, "
+                "another codec's, or cut."
+            )
+
+    @property
+    def numel(self) -> int:
+        """The elements of one row."""
+        return math.prod(self.shape[self.data.dim() - 1 :])
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight, in `dtype` or its own."""
+        return self.codec.decode(self.data, self.numel, dtype or self.dtype).view(self.shape)
+
+
+def encode_rows(weight: Tensor, codec: str | Codec | Mapping[str, Any], *, lead: int | None = None) -> EncodedRows:
+    """Encode a weight row by row: every vector of its last dimension, or all that follows its first `lead` dimensions."""
+    chosen = as_codec(codec)
+    checks.float_rows(weight, "weight")
+    lead = weight.dim() - 1 if lead is None else lead
+    rows = weight.detach().reshape(*weight.shape[:lead], math.prod(weight.shape[lead:]))
+    return EncodedRows(chosen.encode(rows, 0), chosen, weight.shape, weight.dtype)
 
 
 def encode(x: Tensor, codec: str | Codec | Mapping[str, Any], *, seed: int | None = None) -> Payload:

@@ -26,6 +26,7 @@ from torch import Tensor
 from narrowcast.codecs import checks
 from narrowcast.errors import SpecError
 from narrowcast.kernels import casts, ops, reference
+from narrowcast.kernels import linear as multiply
 from narrowcast.kernels.layout import ROW, Format, Recipe, Scale, layout
 
 SCALES = {"fp32": Scale.FP32, "bf16": Scale.BF16, "fp16": Scale.FP16, "e8m0": Scale.E8M0}
@@ -160,6 +161,13 @@ class Codec:
             return ops.reduce(rows, numel, recipe, own, own_rank, divisor, seed)
         checks.out(out, (rows.shape[-1],), (torch.uint8,), rows.device)
         return _write(out, lambda target: ops.reduce_(target[0], rows, numel, recipe, own, own_rank, divisor, seed))
+
+    def linear(self, x: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias, where `rows` [out, row_bytes(numel)] is W encoded and x is [..., numel].
+
+        The result is [..., out] in x's dtype. Sums run in fp32. Differentiable in x and bias. `rows` is trusted to hold rows of x's last dimension.
+        """
+        return multiply.linear(x, rows, self._recipe(x.device), bias)
 
     # -- the bound ----------------------------------------------------------------------------------------------
 

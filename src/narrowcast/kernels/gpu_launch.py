@@ -74,6 +74,9 @@ class Triton:
         with _aligned(out) as target, _on(data.device):
             _reduce(target, data, numel, recipe, own, rank, divisor, seed, tile)
 
+    def linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
+        return False
+
 
 # -- launches -------------------------------------------------------------------------------------------------------
 

@@ -142,6 +142,9 @@ class Native:
             threads = _threads(numel * len(data))
             _check(self._reduce(*summands, out.data_ptr(), seed, threads, self._isa))
 
+    def linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
+        return False
+
 
 def load(isa: str = "") -> tuple[Native | None, str]:
     """The core for this CPU (or for `isa`), or None and the reason why there is none."""

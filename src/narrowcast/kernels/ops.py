@@ -28,7 +28,7 @@ from narrowcast.kernels.layout import Format, Recipe, layout
 
 
 class Kernel(Protocol):
-    """What a machine provides: the four operations, writing into `out`. `numel` is out's own where not given."""
+    """What a machine provides: the operations, writing into `out`. `numel` is out's own where not given."""
 
     name: str
 
@@ -54,6 +54,10 @@ class Kernel(Protocol):
         divisor: int,
         seed: int,
     ) -> None: ...
+
+    def linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
+        """x [batch, numel] times the rows of `data`, plus `bias`, into `out` [batch, rows]; False: not this one."""
+        ...
 
 
 class Reference:
@@ -87,6 +91,10 @@ class Reference:
         seed: int,
     ) -> None:
         out.copy_(reference.reduce(data, numel, recipe, own, own_rank, divisor, seed))
+
+    def linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
+        out.copy_(reference.linear(x, data, recipe, bias))
+        return True
 
 
 @cache
@@ -204,25 +212,25 @@ def _writes_out(*arguments: object) -> None:
 
 # -- declarations ---------------------------------------------------------------------------------------------------
 
-_RECIPE = "int[] format, float peak, Tensor? table"
+RECIPE = "int[] format, float peak, Tensor? table"
 _SUM = "Tensor? own, int own_rank, int divisor"
 _library = Library("narrowcast", "DEF")  # type: ignore[no-untyped-call]
 for _name, _schema, _implementation, _fake in (
-    ("encode", f"(Tensor rows, {_RECIPE}, int seed) -> Tensor", _encode, _encode_shape),
-    ("encode_", f"(Tensor(a!) out, Tensor rows, {_RECIPE}, int seed) -> ()", _encode_, _writes_out),
-    ("decode", f"(Tensor data, SymInt numel, ScalarType dtype, {_RECIPE}) -> Tensor", _decode, _decode_shape),
-    ("decode_", f"(Tensor(a!) out, Tensor data, {_RECIPE}) -> ()", _decode_, _writes_out),
+    ("encode", f"(Tensor rows, {RECIPE}, int seed) -> Tensor", _encode, _encode_shape),
+    ("encode_", f"(Tensor(a!) out, Tensor rows, {RECIPE}, int seed) -> ()", _encode_, _writes_out),
+    ("decode", f"(Tensor data, SymInt numel, ScalarType dtype, {RECIPE}) -> Tensor", _decode, _decode_shape),
+    ("decode_", f"(Tensor(a!) out, Tensor data, {RECIPE}) -> ()", _decode_, _writes_out),
     (
         "decode_sum",
-        f"(Tensor data, SymInt numel, ScalarType dtype, {_RECIPE}, {_SUM}) -> Tensor",
+        f"(Tensor data, SymInt numel, ScalarType dtype, {RECIPE}, {_SUM}) -> Tensor",
         _decode_sum,
         _decode_sum_shape,
     ),
-    ("decode_sum_", f"(Tensor(a!) out, Tensor data, {_RECIPE}, {_SUM}) -> ()", _decode_sum_, _writes_out),
-    ("reduce", f"(Tensor data, SymInt numel, {_RECIPE}, {_SUM}, int seed) -> Tensor", _reduce, _reduce_shape),
+    ("decode_sum_", f"(Tensor(a!) out, Tensor data, {RECIPE}, {_SUM}) -> ()", _decode_sum_, _writes_out),
+    ("reduce", f"(Tensor data, SymInt numel, {RECIPE}, {_SUM}, int seed) -> Tensor", _reduce, _reduce_shape),
     (
         "reduce_",
-        f"(Tensor(a!) out, Tensor data, SymInt numel, {_RECIPE}, {_SUM}, int seed) -> ()",
+        f"(Tensor(a!) out, Tensor data, SymInt numel, {RECIPE}, {_SUM}, int seed) -> ()",
         _reduce_,
         _writes_out,
     ),
@@ -236,7 +244,7 @@ for _name, _schema, _implementation, _fake in (
 
 
 def encode(rows: Tensor, recipe: Recipe, seed: int) -> Tensor:
-    if _unwatched(rows):
+    if unwatched(rows):
         kernel = kernel_for(rows.device.type)
         out = _encode_shape(rows, recipe.format)
         kernel.fresh(out)
@@ -246,14 +254,14 @@ def encode(rows: Tensor, recipe: Recipe, seed: int) -> Tensor:
 
 
 def encode_(out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
-    if _unwatched(rows):
+    if unwatched(rows):
         kernel_for(rows.device.type).encode(out, rows, recipe, seed)
     else:
         torch.ops.narrowcast.encode_(out, rows, *recipe, seed)
 
 
 def decode(data: Tensor, numel: int, dtype: torch.dtype, recipe: Recipe) -> Tensor:
-    if _unwatched(data):
+    if unwatched(data):
         kernel = kernel_for(data.device.type)
         out = _decode_shape(data, numel, dtype)
         kernel.fresh(out)
@@ -263,7 +271,7 @@ def decode(data: Tensor, numel: int, dtype: torch.dtype, recipe: Recipe) -> Tens
 
 
 def decode_(out: Tensor, data: Tensor, recipe: Recipe) -> None:
-    if _unwatched(data):
+    if unwatched(data):
         kernel_for(data.device.type).decode(out, data, recipe)
     else:
         torch.ops.narrowcast.decode_(out, data, *recipe)
@@ -308,7 +316,7 @@ def reduce_(
     torch.ops.narrowcast.reduce_(out, data, numel, *recipe, own, own_rank, divisor, seed)
 
 
-def _unwatched(tensor: Tensor) -> bool:
+def unwatched(tensor: Tensor) -> bool:
     """Whether a plain call would do: no compiler, profiler, mode or transform that wants to see an operator.
 
     A Python operator costs several microseconds a call, and encoding a thousand floats is to take under 15.

@@ -1,12 +1,13 @@
 """Plain torch: what every operation means.
 
-Four operations on matrices of rows. The compiled kernels (native.py, gpu.py) take the same arguments and
-return the same bytes, bit for bit; where one is in doubt, this file is right.
+Five operations on matrices of rows. The compiled kernels (native.py, gpu.py) take the same arguments and
+return the same bytes, bit for bit (`linear` but for the order of its sums); where one is in doubt, this file is right.
 
     encode      floats [rows, numel]        -> bytes  [rows, row_bytes]
     decode      bytes  [rows, row_bytes]    -> floats [rows, numel]
     decode_sum  bytes  [ranks, row_bytes]   -> floats [numel], the fp32 sum of the rows in order
     reduce      bytes  [ranks, row_bytes]   -> bytes  [row_bytes], decode_sum and encode in one
+    linear      floats [batch, numel], bytes [rows, row_bytes] -> floats [batch, rows], x W^T + bias
 
 All arithmetic is fp32, one correctly rounded operation at a time; only the mean of `sign` is summed in fp64.
 Nothing here is clever, nothing here is fast.
@@ -96,6 +97,17 @@ def reduce(
     """`decode_sum`, then `encode` of the sum as one row."""
     total = decode_sum(data, numel, recipe, own, own_rank, divisor, torch.float32)
     return encode(total.unsqueeze(0), recipe, seed)[0]
+
+
+def linear(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
+    """`x` [batch, numel] times the transpose of the decoded rows, plus `bias` [rows], in fp32, rounded once to x's dtype.
+
+    The one operation whose sums have no fixed order: other kernels come as near as fp32 sums in another order do.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    weight = decode_float32(data, x.shape[1], recipe).to(wide)
+    out = x.to(wide) @ weight.t()
+    return (out if bias is None else out + bias.to(wide)).to(x.dtype)
 
 
 # -- scales ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,126 @@
+"""y = x W^T + b, with W as encoded rows.
+
+`torch.ops.narrowcast.linear` takes x [..., numel] and W as uint8 [out, row_bytes(numel)], each row one output's weights.
+Its meaning: decode W to fp32, multiply and add the bias in fp32, round once to x's dtype. It is an operator of its own, so
+that torch.compile neither breaks the graph there nor rewrites it, and it is differentiable in x and the bias.
+
+A kernel may take a call or leave it (`Kernel.linear` returns False: a format or a batch that it is not made for). Then W
+is decoded and multiplied tile by tile, in x's own dtype, never whole: the same numbers but for one more
+rounding of each weight where x is fp16 or bf16. Sums run in an order that depends on shapes, dtypes and the machine
+alone, so the same call gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.library import Library, register_autograd, register_fake
+
+from narrowcast.kernels import ops
+from narrowcast.kernels.layout import Format, Recipe
+
+TILE = 1 << 22
+"""Weights decoded at a time where no kernel multiplies them as they are."""
+
+
+def linear(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
+    """What modules call: the operator, or the short way round the dispatcher where nobody is watching."""
+    if ops.unwatched(x) and not (torch.is_grad_enabled() and (x.requires_grad or _wants_grad(bias))):
+        return _linear(x, data, *recipe, bias)
+    return torch.ops.narrowcast.linear(x, data, *recipe, bias)  # type: ignore[no-any-return]
+
+
+def _wants_grad(bias: Tensor | None) -> bool:
+    return bias is not None and bias.requires_grad
+
+
+def _linear(
+    x: Tensor, data: Tensor, format: Sequence[int], peak: float, table: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    out = _linear_shape(x, data)
+    flat, matrix = x.reshape(-1, x.shape[-1]), out.view(-1, len(data))
+    if out.numel() == 0:
+        return out
+    recipe = Recipe(Format(*format), peak, table)
+    if not ops.kernel_for(x.device.type).linear(matrix, flat, data, recipe, bias):
+        _in_tiles(matrix, flat, data, recipe, bias)
+    return out
+
+
+def _in_tiles(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:
+    for first, weight in _tiles(data, x.shape[1], x.dtype, recipe):
+        some = out[:, first : first + len(weight)]
+        if bias is None:
+            torch.mm(x, weight.t(), out=some)
+        else:
+            torch.addmm(bias[first : first + len(weight)].to(x.dtype), x, weight.t(), out=some)
+
+
+def _tiles(data: Tensor, numel: int, dtype: torch.dtype, recipe: Recipe):  # type: ignore[no-untyped-def]
+    """The decoded weights, a few rows at a time, each with the number of its first row."""
+    step = max(1, TILE // max(numel, 1))
+    for first in range(0, len(data), step):
+        some = data[first : first + step]
+        weight = torch.empty(len(some), numel, dtype=dtype, device=data.device)
+        ops.kernel_for(data.device.type).decode(weight, some, recipe)
+        yield first, weight
+
+
+def _linear_shape(x: Tensor, data: Tensor, *rest: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], data.shape[0]))
+
+
+# -- the gradient of x: grad_x = grad_y W, summed over tiles in fp32 ------------------------------------------------------
+
+
+def _backward(
+    grad: Tensor, data: Tensor, numel: int, format: Sequence[int], peak: float, table: Tensor | None
+) -> Tensor:
+    flat = grad.reshape(-1, grad.shape[-1])
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    total = torch.zeros(len(flat), numel, dtype=wide, device=grad.device)
+    for first, weight in _tiles(data, numel, grad.dtype, Recipe(Format(*format), peak, table)):
+        total += flat[:, first : first + len(weight)] @ weight
+    return total.to(grad.dtype).view(*grad.shape[:-1], numel)
+
+
+def _backward_shape(grad: Tensor, data: Tensor, numel: int, *rest: object) -> Tensor:
+    return grad.new_empty((*grad.shape[:-1], numel))
+
+
+def _remember(ctx: FunctionCtx, inputs: tuple[object, ...], output: Tensor) -> None:
+    x, data, format, peak, table, bias = inputs
+    ctx.save_for_backward(data, table)  # type: ignore[arg-type]
+    ctx.recipe = format, peak  # type: ignore[attr-defined]
+    ctx.numel = x.shape[-1]  # type: ignore[attr-defined]
+    ctx.bias_dtype = None if bias is None else bias.dtype  # type: ignore[attr-defined]
+
+
+def _gradients(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+    data, table = ctx.saved_tensors
+    of_x = of_bias = None
+    if ctx.needs_input_grad[0]:
+        of_x = torch.ops.narrowcast.linear_backward(grad, data, ctx.numel, *ctx.recipe, table)
+    if ctx.needs_input_grad[5]:
+        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
+    return of_x, None, None, None, None, of_bias
+
+
+_library = Library("narrowcast", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _name, _schema, _implementation, _fake in (
+    ("linear", f"(Tensor x, Tensor data, {ops.RECIPE}, Tensor? bias) -> Tensor", _linear, _linear_shape),
+    (
+        "linear_backward",
+        f"(Tensor grad, Tensor data, SymInt numel, {ops.RECIPE}) -> Tensor",
+        _backward,
+        _backward_shape,
+    ),
+):
+    _library.define(_name + _schema)  # type: ignore[no-untyped-call]
+    _library.impl(_name, _implementation, "CPU")  # type: ignore[no-untyped-call]
+    _library.impl(_name, _implementation, "CUDA")  # type: ignore[no-untyped-call]
+    register_fake(f"narrowcast::{_name}", _fake, lib=_library)
+register_autograd("narrowcast::linear", _gradients, setup_context=_remember, lib=_library)
