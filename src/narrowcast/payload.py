@@ -66,8 +66,8 @@ class Payload:
 class EncodedRows:
     """A weight whose rows are encoded one by one, as modules hold it and files store it.
 
-    A weight of shape [out, in], or [experts, out, in], has a row for every vector of its last dimension; a convolution's
-    [out, in, height, width] has one for every output: whatever `data` has no dimension for lies inside a row.
+    A weight of shape [out, in], or [experts, out, in], has a row for every vector of its last dimension; a
+    convolution's [out, in, height, width] has one for every output: what `data` has no dimension for lies inside a row.
     """
 
     data: Tensor
@@ -81,10 +81,9 @@ class EncodedRows:
         fits = self.data.dtype == torch.uint8 and 1 <= len(lead) < len(self.shape) and self.shape[: len(lead)] == lead
         if not fits or self.data.shape[-1] != self.codec.row_bytes(self.numel):
             raise PayloadError(
-                f"data: the rows of a weight of shape {tuple(self.shape)} in codec {self.codec.spec!r} are uint8 "
-                f"[{self.shape[0] if self.shape else ''}, ..., {self.codec.row_bytes(self.numel) if lead else '?'}], got "
-                f"{str(self.data.dtype).removeprefix('torch.')} {list(self.data.shape)}. The bytes are another weight's, "
-                "another codec's, or cut."
+                f"data: the rows of a weight of shape {tuple(self.shape)} in codec {self.codec.spec!r} are uint8, each "
+                f"of {self.codec.row_bytes(self.numel)} bytes, got {str(self.data.dtype).removeprefix('torch.')} "
+                f"{list(self.data.shape)}. The bytes are another weight's, another codec's, or cut."
             )
 
     @property
@@ -102,7 +101,7 @@ class EncodedRows:
 
 
 def encode_rows(weight: Tensor, codec: str | Codec | Mapping[str, Any], *, lead: int | None = None) -> EncodedRows:
-    """Encode a weight row by row: every vector of its last dimension, or all that follows its first `lead` dimensions."""
+    """Encode a weight row by row: each vector of its last dimension, or all behind its first `lead` dimensions."""
     chosen = as_codec(codec)
     checks.float_rows(weight, "weight")
     lead = weight.dim() - 1 if lead is None else lead

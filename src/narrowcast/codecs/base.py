@@ -165,7 +165,8 @@ class Codec:
     def linear(self, x: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias, where `rows` [out, row_bytes(numel)] is W encoded and x is [..., numel].
 
-        The result is [..., out] in x's dtype. Sums run in fp32. Differentiable in x and bias. `rows` is trusted to hold rows of x's last dimension.
+        The result is [..., out] in x's dtype, summed in fp32; differentiable in x and bias. `rows` is trusted to hold
+        rows of x's last dimension.
         """
         return multiply.linear(x, rows, self._recipe(x.device), bias)
 

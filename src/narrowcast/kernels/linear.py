@@ -1,13 +1,13 @@
 """y = x W^T + b, with W as encoded rows.
 
-`torch.ops.narrowcast.linear` takes x [..., numel] and W as uint8 [out, row_bytes(numel)], each row one output's weights.
-Its meaning: decode W to fp32, multiply and add the bias in fp32, round once to x's dtype. It is an operator of its own, so
-that torch.compile neither breaks the graph there nor rewrites it, and it is differentiable in x and the bias.
+`torch.ops.narrowcast.linear` takes x [..., numel] and W as uint8 [out, row_bytes(numel)], each row one output's
+weights. Its meaning: decode W to fp32, multiply and add the bias in fp32, round once to x's dtype. It is an operator of
+its own, so that torch.compile neither breaks the graph there nor rewrites it, and it is differentiable in x and bias.
 
-A kernel may take a call or leave it (`Kernel.linear` returns False: a format or a batch that it is not made for). Then W
-is decoded and multiplied tile by tile, in x's own dtype, never whole: the same numbers but for one more
-rounding of each weight where x is fp16 or bf16. Sums run in an order that depends on shapes, dtypes and the machine
-alone, so the same call gives the same bits.
+A kernel may take a call or leave it (`Kernel.linear` returns False: a format or a batch that it is not made for). Then
+W is decoded and multiplied tile by tile, in x's own dtype, never whole: the same numbers but for one more rounding of
+each weight where x is fp16 or bf16. Sums run in an order that depends on shapes, dtypes and the machine alone, so
+the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _linear_shape(x: Tensor, data: Tensor, *rest: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], data.shape[0]))
 
 
-# -- the gradient of x: grad_x = grad_y W, summed over tiles in fp32 ------------------------------------------------------
+# -- the gradient of x: grad_x = grad_y W, summed over tiles in fp32 ------------------------------------------------
 
 
 def _backward(

@@ -100,7 +100,7 @@ def reduce(
 
 
 def linear(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
-    """`x` [batch, numel] times the transpose of the decoded rows, plus `bias` [rows], in fp32, rounded once to x's dtype.
+    """`x` [batch, numel] times the transpose of the decoded rows, plus `bias` [rows], in fp32; rounded once.
 
     The one operation whose sums have no fixed order: other kernels come as near as fp32 sums in another order do.
     """
