@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,14 @@ class Payload:
             f"Payload({self.codec.spec!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"nbytes={self.nbytes}, device={str(self.device)!r})"
         )
+
+
+class Encoding(NamedTuple):
+    """What a key of a state dict stands for that holds encoded rows: the codec, and the weight before."""
+
+    codec: Codec
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 @dataclass(eq=False, slots=True)
