@@ -35,3 +35,11 @@ class MismatchError(CollectiveError, ValueError):
 
 class KernelWarning(UserWarning):
     """The plain-torch reference runs where a compiled kernel could."""
+
+
+class BudgetError(NarrowcastError, ValueError):
+    """No mix of the codecs on offer is as small as the budget asks."""
+
+
+class ExportError(NarrowcastError, ValueError):
+    """A quantized weight has no place in the format it is to be written in."""

@@ -1,0 +1,11 @@
+"""How much each weight loses to each codec, and the best codec for each under a size.
+
+`measure` reads one weight in tiles and returns its `Statistics`; `plan` turns those of a whole model into one codec per
+weight. Nothing here knows files or modules: `narrowcast inspect` brings the tiles and writes the rules.
+"""
+
+from narrowcast.sensitivity.budget import Mix, best_mix
+from narrowcast.sensitivity.measure import Statistics, measure
+from narrowcast.sensitivity.plan import Plan, plan
+
+__all__ = ["Mix", "Plan", "Statistics", "best_mix", "measure", "plan"]
