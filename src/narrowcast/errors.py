@@ -43,3 +43,27 @@ class BudgetError(NarrowcastError, ValueError):
 
 class ExportError(NarrowcastError, ValueError):
     """A quantized weight has no place in the format it is to be written in."""
+
+
+class CheckpointError(NarrowcastError, ValueError):
+    """A file or folder is not a checkpoint that can be trusted: cut, changed, or lying about what it holds."""
+
+
+class NewerVersionError(CheckpointError):
+    """A checkpoint was written by a later narrowcast, in a format that this one does not know."""
+
+
+class MissingFileError(CheckpointError, FileNotFoundError):
+    """A checkpoint, or a file that its index names, is not there."""
+
+
+class ModelMismatchError(CheckpointError):
+    """A checkpoint and a model do not have the same tensors. The model is as it was."""
+
+
+class QuantizeError(NarrowcastError, ValueError):
+    """A model cannot be quantized as asked. It was left as it was."""
+
+
+class StateDictError(NarrowcastError, RuntimeError):
+    """A state dict, or a description of one, is not of this model's layout. The model was left as it was."""

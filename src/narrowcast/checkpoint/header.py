@@ -1,0 +1,250 @@
+"""What a file says about itself: a safetensors header, and narrowcast's part of its metadata.
+
+    __metadata__ = {"format": "pt", "narrowcast": TEXT, "narrowcast.crc32": SEAL}
+    TEXT         = JSON: version 1; tensors: {name: {codec, shape, dtype}} of the encoded ones;
+                   checksums: {name: crc32} of every tensor's bytes; tied: {alias: name}; user: anything
+
+An encoded weight is stored as U8 [..., row_bytes] under its own name. The seal is a CRC-32 over the names, dtypes and
+shapes of the header and over TEXT, so that no byte of the description can change unnoticed; one of the two keys without
+the other is an error. A file without both is a plain safetensors file: no encoded weights, no checksums.
+
+A header is data from anywhere: everything in it is checked here, before a tensor is made. What the package safetensors
+checks (lengths, offsets that overlap or leave gaps, products of sizes) is not checked again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from narrowcast.codecs import Codec, codec
+from narrowcast.errors import CheckpointError, NarrowcastError, NewerVersionError
+from narrowcast.payload import Encoding
+
+VERSION = 1
+TEXT, SEAL = "narrowcast", "narrowcast.crc32"
+UNKNOWN = "0" * 8
+"""Stands for a checksum that is not known yet: as long as any other."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_FLOATS = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_LIMIT = 1 << 63  # torch counts sizes and elements in int64
+
+
+class Stored(NamedTuple):
+    """A tensor as the file holds it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class Contents:
+    """What a file holds: its tensors in the order of their bytes, and what narrowcast knows about them."""
+
+    tensors: dict[str, Stored]
+    encodings: dict[str, Encoding] = field(default_factory=dict)
+    checksums: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    user: dict[str, Any] = field(default_factory=dict)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def header(contents: Contents) -> bytes:
+    """The first bytes of the file. Their number does not depend on the checksums; tensors begin at a multiple of 64."""
+    text = json.dumps(
+        {
+            "version": VERSION,
+            "tensors": {name: describe(encoding) for name, encoding in contents.encodings.items()},
+            "checksums": {name: contents.checksums.get(name, UNKNOWN) for name in contents.tensors},
+            "tied": contents.tied,
+            "user": contents.user,
+        }
+    )
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", TEXT: text, SEAL: _seal(contents.tensors, text)}}
+    start = 0
+    for name, stored in contents.tensors.items():
+        end = start + stored.nbytes
+        entries[name] = {"dtype": NAMES[stored.dtype], "shape": list(stored.shape), "data_offsets": [start, end]}
+        start = end
+    body = json.dumps(entries, separators=(",", ":")).encode()
+    body += b" " * (-(8 + len(body)) % 64)
+    return len(body).to_bytes(8, "little") + body
+
+
+def describe(encoding: Encoding) -> dict[str, object]:
+    """An encoding as plain values."""
+    name = str(encoding.dtype).removeprefix("torch.")
+    return {"codec": encoding.codec.spec, "shape": list(encoding.shape), "dtype": name}
+
+
+def _seal(tensors: dict[str, Stored], text: str) -> str:
+    said = [[name, NAMES[stored.dtype], list(stored.shape)] for name, stored in sorted(tensors.items())]
+    return f"{zlib.crc32(json.dumps([said, text]).encode()):08x}"
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def contents_of(body: bytes, where: str) -> Contents:
+    """The contents that a header which the package safetensors has accepted describes."""
+    entries = parse(body, where)
+    metadata = entries.pop("__metadata__", None) or {}
+    tensors = {name: _stored(entry, name, where) for name, entry in entries.items()}
+    if TEXT not in metadata and SEAL not in metadata:
+        return Contents(tensors)
+    text, seal = metadata.get(TEXT), metadata.get(SEAL)
+    if text is None or seal is None:
+        raise CheckpointError(
+            f"{where}: the metadata has only one of {TEXT!r} and {SEAL!r}. The file was damaged, or rewritten by a "
+            "tool that drops metadata. Copy it again, or write it again with narrowcast.save."
+        )
+    about = _object(parse(text.encode(), where), "metadata", where)
+    _check_version(about.get("version"), where)
+    if seal != _seal(tensors, text):
+        raise CheckpointError(
+            f"{where}: the header does not match its own checksum {seal!r}. A byte of it was changed on the way. Copy "
+            "the file again from where it came."
+        )
+    return _checked(about, tensors, where)
+
+
+def parse(text: bytes, where: str) -> dict[str, Any]:
+    """A JSON object in which every name is used once."""
+    try:
+        return _object(json.loads(text, object_pairs_hook=_once), "JSON", where)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{where}: not JSON that can be read: {error}. The file is damaged.") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)!r} is used twice")
+    return found
+
+
+def _object(value: object, what: str, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: {what} is a {type(value).__name__}, not an object. The file is damaged.")
+    return value
+
+
+def _check_version(version: object, where: str) -> None:
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise CheckpointError(f"{where}: version={version!r} is no version of the format. The file is damaged.")
+    if version > VERSION:
+        raise NewerVersionError(
+            f"{where}: written in version {version} of the format, and this narrowcast reads up to {VERSION}. Upgrade "
+            "with pip install --upgrade narrowcast."
+        )
+
+
+def _stored(entry: dict[str, Any], name: str, where: str) -> Stored:
+    dtype, shape = entry["dtype"], entry["shape"]
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{where}: {name!r} has the dtype {dtype!r}. There are: {', '.join(DTYPES)}.")
+    _check_shape(shape, name, where)
+    return Stored(DTYPES[dtype], tuple(shape))
+
+
+def _check_shape(shape: object, name: str, where: str) -> None:
+    sizes = shape if isinstance(shape, list) else [None]
+    whole = all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < _LIMIT for size in sizes)
+    # Zero elements do not excuse other sizes: torch multiplies strides without them.
+    if not whole or math.prod(size for size in sizes if size) >= _LIMIT:
+        raise CheckpointError(
+            f"{where}: {name!r} has the shape {_short(shape)}. Sizes are whole numbers whose product is below 2**63. "
+            "The file is damaged."
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _checked(about: dict[str, Any], tensors: dict[str, Stored], where: str) -> Contents:
+    parts = {part: _object(about.get(part), part, where) for part in ("tensors", "checksums", "tied", "user")}
+    checksums, tied = parts["checksums"], parts["tied"]
+    if checksums.keys() != tensors.keys() or not all(isinstance(value, str) for value in checksums.values()):
+        odd = sorted(checksums.keys() ^ tensors.keys())[:3]
+        raise CheckpointError(f"{where}: every tensor has one checksum, but not {odd}. The metadata is another file's.")
+    for alias, name in tied.items():
+        if alias in tensors or name not in tensors:
+            raise CheckpointError(
+                f"{where}: {alias!r} is tied to {name!r}, but a tied name stands for a tensor of the file, and is none "
+                "itself. The metadata is damaged or another file's."
+            )
+    encodings = {name: _encoding(entry, name, tensors, where) for name, entry in parts["tensors"].items()}
+    return Contents(tensors, encodings, checksums, tied, parts["user"])
+
+
+def _encoding(entry: object, name: str, tensors: dict[str, Stored], where: str) -> Encoding:
+    about = _object(entry, f"the description of {name!r}", where)
+    dtype = about.get("dtype")
+    if not isinstance(dtype, str) or dtype not in _FLOATS:
+        raise CheckpointError(f"{where}: {name!r} was of dtype {dtype!r}. Encoded weights were one of {[*_FLOATS]}.")
+    _check_shape(about.get("shape"), name, where)
+    shape = torch.Size(about["shape"])
+    chosen = _codec(about.get("codec"), name, where)
+    stored = tensors.get(name)
+    if stored is None or not _fits(stored, chosen, shape):
+        raise CheckpointError(
+            f"{where}: {name!r} is said to be {chosen.spec!r} of shape {list(shape)}, but the file holds "
+            f"{'nothing of that name' if stored is None else f'{NAMES[stored.dtype]} {list(stored.shape)}'}. "
+            "The metadata is another file's."
+        )
+    return Encoding(chosen, shape, _FLOATS[dtype])
+
+
+def _codec(spec: Any, name: str, where: str) -> Codec:
+    try:
+        return codec(spec)
+    except (NarrowcastError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"{where}: {name!r} has a codec that cannot be made: {error} It comes from a later narrowcast, or is "
+            "damaged."
+        ) from error
+
+
+def _fits(stored: Stored, chosen: Codec, shape: torch.Size) -> bool:
+    lead = len(stored.shape) - 1
+    if stored.dtype != torch.uint8 or not 1 <= lead < len(shape) or tuple(shape[:lead]) != stored.shape[:lead]:
+        return False
+    return stored.shape[-1] == chosen.row_bytes(math.prod(shape[lead:]))

@@ -1,0 +1,203 @@
+"""State dicts to files: what is stored once, what goes into which file, and in which order files appear.
+
+A state dict maps names to tensors and `EncodedRows`. Names that are the very same tensor are stored once and listed as
+tied. Tensors that share some of their memory otherwise are refused: loaded again they would share nothing.
+
+A path that ends in ".safetensors" is a file. Any other is a folder, which gets `model.safetensors`, or, above
+`max_shard_size`, files of up to that size and an index as Hugging Face writes them. All files are complete before the
+first appears under its name, and the index comes last, so a reader finds the old checkpoint, the new one, or, in the
+moment between, a folder that it refuses; never a mixture.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowcast.checkpoint.files import Entry, Staging, sync, write_tensors
+from narrowcast.checkpoint.header import NAMES, Stored
+from narrowcast.checkpoint.reading import INDEX, SINGLE
+from narrowcast.errors import CheckpointError
+from narrowcast.payload import EncodedRows, Encoding
+
+SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+_UNITS = {"": 1, "B": 1, **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}}
+_UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
+
+
+def save_state(
+    state: Mapping[str, Tensor | EncodedRows],
+    path: str | Path,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a state dict to a file or a folder. `metadata`: anything that JSON can say."""
+    path, user, limit = Path(path), _plain(metadata), size_in_bytes(max_shard_size)
+    entries, tied = plan(state)
+    if path.suffix == ".safetensors" and not path.is_dir():
+        with Staging(path.parent) as staging:
+            with staging.file(path.name) as file:
+                write_tensors(file, entries, tied, user)
+            staging.publish()
+        return
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"path={str(path)!r}: is a file. Name a folder, or a file that ends in .safetensors.")
+    path.mkdir(parents=True, exist_ok=True)
+    _save_folder(path, shards(entries, limit), tied, user)
+
+
+def _save_folder(folder: Path, groups: Sequence[Sequence[Entry]], tied: dict[str, str], user: dict[str, Any]) -> None:
+    names = shard_names(len(groups))
+    with Staging(folder) as staging:
+        for name, group in zip(names, groups, strict=True):
+            with staging.file(name) as file:
+                held = {entry.name for entry in group}
+                write_tensors(file, group, {alias: own for alias, own in tied.items() if own in held}, user)
+        if len(groups) > 1:
+            with staging.file(INDEX) as file:
+                file.write(index(dict(zip(names, groups, strict=True))))
+            # The old index must not stand beside new files. An old single file goes first in reading, and stays whole.
+            (folder / INDEX).unlink(missing_ok=True)
+            sync(folder)
+        staging.publish()
+    for path in folder.iterdir():
+        if path.name not in names and (
+            SHARD.fullmatch(path.name) or path.name in (SINGLE, INDEX)[len(groups) > 1 :][:1]
+        ):
+            path.unlink()
+
+
+def plan(state: Mapping[str, Tensor | EncodedRows]) -> tuple[list[Entry], dict[str, str]]:
+    """What to store, in order, and which names are tied to which."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"expected a model or a mapping of names to tensors, got {type(state).__name__}.")
+    entries: list[Entry] = []
+    tied: dict[str, str] = {}
+    seen: dict[object, str] = {}
+    kept: list[tuple[str, Tensor]] = []
+    for name, value in state.items():
+        _check_name(name)
+        tensor = value.data if isinstance(value, EncodedRows) else value
+        encoding = Encoding(value.codec, value.shape, value.dtype) if isinstance(value, EncodedRows) else None
+        _check_tensor(tensor, name)
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), encoding)
+        if tensor.numel() and key in seen:
+            tied[name] = seen[key]
+            continue
+        seen[key] = name
+        kept.append((name, tensor))
+        stored = Stored(tensor.dtype, tuple(tensor.shape))
+        entries.append(Entry(name, stored, encoding, partial(_on_cpu, tensor)))
+    _check_overlap(kept)
+    return entries, tied
+
+
+def shards(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
+    """Entries in order, in groups of up to `limit` bytes. A larger tensor gets a group of its own."""
+    groups: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if groups[-1] and size + entry.stored.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(entry)
+        size += entry.stored.nbytes
+    return groups
+
+
+def shard_names(count: int) -> list[str]:
+    """The names that Hugging Face gives to the files of a checkpoint."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def index(files: Mapping[str, Iterable[Entry]]) -> bytes:
+    """The index of a folder: which tensor is in which file."""
+    places = {entry.name: name for name, group in files.items() for entry in group}
+    total = sum(entry.stored.nbytes for group in files.values() for entry in group)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode()
+
+
+def size_in_bytes(size: int | str) -> int:
+    """5000000000, "5GB" (powers of 1000) or "5GiB" (of 1024)."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size if isinstance(size, str) else "")
+    if match and match[2].upper() in _UNITS:
+        found = int(float(match[1]) * _UNITS[match[2].upper()])
+    else:
+        found = size if isinstance(size, int) and not isinstance(size, bool) else 0
+    if found < 1:
+        raise CheckpointError(f'max_shard_size={size!r}: expected bytes, or a size such as "5GB", "500MB" or "2GiB".')
+    return found
+
+
+def _plain(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise CheckpointError(f"metadata: expected a mapping, got {type(metadata).__name__}.")
+    try:
+        made: dict[str, Any] = json.loads(json.dumps(dict(metadata or {})))
+        return made
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"metadata: {error}. It is stored as JSON: strings, numbers, lists and mappings. Tensors go into the state."
+        ) from error
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or name == "__metadata__" or not _is_unicode(name):
+        raise CheckpointError(f"{name!r} cannot be a tensor's name: names are valid strings other than __metadata__.")
+
+
+def _is_unicode(name: str) -> bool:
+    try:
+        return bool(name.encode()) or not name
+    except UnicodeEncodeError:
+        return False
+
+
+def _check_tensor(tensor: object, name: str) -> None:
+    reason = None
+    if not isinstance(tensor, Tensor):
+        reason = f"is a {type(tensor).__name__}, and files hold tensors and EncodedRows. Put it into metadata"
+    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        reason = f"is a {type(tensor).__name__}, which only its own package can store. Pass the full, plain tensor"
+    elif tensor.is_meta:
+        reason = "is on the meta device and has no values. Load or initialize the model first"
+    elif tensor.layout != torch.strided or tensor.dtype not in NAMES:
+        reason = (
+            f"has layout {tensor.layout} and dtype {tensor.dtype}, which safetensors does not know. Convert it first"
+        )
+    if reason:
+        raise CheckpointError(f"{name!r} {reason}.")
+
+
+def _check_overlap(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse tensors that share memory for certain: both fill their span, and the spans overlap."""
+    last: tuple[str, object, int] = ("", None, 0)
+    spans = [
+        (str(t.device), t.data_ptr(), t.numel() * t.itemsize, name) for name, t in tensors if t.numel() and _dense(t)
+    ]
+    for device, start, size, name in sorted(spans):
+        if last[1] == device and start < last[2]:
+            raise CheckpointError(
+                f"{name!r} and {last[0]!r} share memory but are not the same tensor; loaded again they would share nothing. "
+                f"Store one of them, or state[{name!r}] = state[{name!r}].clone()."
+            )
+        last = (name, device, start + size)
+
+
+def _dense(tensor: Tensor) -> bool:
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return span == tensor.numel()
