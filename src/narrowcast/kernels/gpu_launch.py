@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.kernels import gpu_kernels, gpu_plan
+from narrowcast.kernels import gpu_kernels, gpu_linear, gpu_plan
 from narrowcast.kernels.gpu_arguments import encoding, ends, formatted, options, places, scale_size, seen, summing
 from narrowcast.kernels.gpu_plan import Cut, Tile, cut, launches, tile_for
 from narrowcast.kernels.layout import Element, Recipe, layout
@@ -75,7 +75,7 @@ class Triton:
             _reduce(target, data, numel, recipe, own, rank, divisor, seed, tile)
 
     def linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
-        return False
+        return gpu_linear.linear(out, x, data, recipe, bias)
 
 
 # -- launches -------------------------------------------------------------------------------------------------------

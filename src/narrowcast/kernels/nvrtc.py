@@ -1,0 +1,121 @@
+"""CUDA, compiled when it is first needed.
+
+NVRTC comes with torch and the driver with the GPU, so nothing else has to be installed. A `Function` is a compiled
+kernel on one device; it is launched on the current stream, in a CUDA graph too (call it once before capturing, so that
+it is compiled).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref, c_char_p, c_int, c_longlong, c_size_t, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+DYNAMIC_SHARED = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
+
+DEFAULT_SHARED = 48 << 10
+"""What a block may have of shared memory without asking."""
+
+
+class Function:
+    """One kernel, loaded on one device."""
+
+    def __init__(self, handle: c_void_p) -> None:
+        self._handle = handle
+        self._launch = _driver().cuLaunchKernel
+        self._shared = DEFAULT_SHARED
+
+    def __call__(self, grid: int, threads: int, shared: int, arguments: Sequence[Tensor | int | None]) -> None:
+        """Launch on the current stream: tensors and None go as addresses, `Int` as 32 bits, other integers as 64."""
+        if shared > self._shared:
+            _check(_driver().cuFuncSetAttribute(self._handle, DYNAMIC_SHARED, shared))
+            self._shared = shared
+        values = [_value(argument) for argument in arguments]
+        pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        stream = c_void_p(torch.cuda.current_stream().cuda_stream)
+        _check(self._launch(self._handle, grid, 1, 1, threads, 1, 1, shared, stream, pointers, None))
+
+
+class Int(int):
+    """An argument of 32 bits."""
+
+
+def _value(argument: Tensor | int | None) -> ctypes._SimpleCData[int] | c_void_p:
+    if argument is None or isinstance(argument, Tensor):
+        return c_void_p(None if argument is None else argument.data_ptr())
+    return c_int(argument) if isinstance(argument, Int) else c_longlong(argument)
+
+
+@cache
+def function(source: Path, name: str, defines: tuple[tuple[str, int], ...], device: int) -> Function:
+    """Compile the kernel `name` of a file with these macros set, for this device, which must be the current one."""
+    text = "".join(f"#define {key} {value}\n" for key, value in defines) + source.read_text()
+    major, minor = torch.cuda.get_device_capability(device)
+    image = _compile(text, source.name, f"--gpu-architecture=sm_{major}{minor}")
+    torch.cuda.current_stream()  # makes sure that the device has a context
+    module, handle = c_void_p(), c_void_p()
+    _check(_driver().cuModuleLoadData(byref(module), image))
+    _check(_driver().cuModuleGetFunction(byref(handle), module, name.encode()))
+    return Function(handle)
+
+
+def missing() -> str:
+    """Why nothing can be compiled here, or an empty string."""
+    try:
+        _nvrtc(), _driver()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _compile(text: str, name: str, *options: str) -> bytes:
+    rtc, program = _nvrtc(), c_void_p()
+    given = (c_char_p * len(options))(*(option.encode() for option in options))
+    if rtc.nvrtcCreateProgram(byref(program), text.encode(), name.encode(), 0, None, None):
+        raise RuntimeError(f"NVRTC could not start on {name}")
+    try:
+        failed = rtc.nvrtcCompileProgram(program, len(options), given)
+        if failed:
+            raise RuntimeError(f"NVRTC could not compile {name}:\n{_read(rtc, program, 'ProgramLog').decode()}")
+        return _read(rtc, program, "CUBIN")
+    finally:
+        rtc.nvrtcDestroyProgram(byref(program))
+
+
+def _read(rtc: ctypes.CDLL, program: c_void_p, what: str) -> bytes:
+    size = c_size_t()
+    rtc[f"nvrtcGet{what}Size"](program, byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    rtc[f"nvrtcGet{what}"](program, text)
+    return text.raw
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    major = str(torch.version.cuda).split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    beside = Path(torch.__file__).parent.parent / "nvidia"
+    for path in (name, *sorted(str(found) for found in beside.glob(f"**/{name}"))):
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise OSError(f"{name}, which comes with torch's GPU builds, was not found")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(failed: int) -> None:
+    if failed:
+        said = c_char_p()
+        _driver().cuGetErrorString(failed, byref(said))
+        raise RuntimeError(f"CUDA: {said.value.decode() if said.value else failed}")
