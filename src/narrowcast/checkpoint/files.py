@@ -103,8 +103,8 @@ def write_tensors(
     start = header(contents)
     if len(start) > HEADER_LIMIT:
         raise CheckpointError(
-            f"metadata: the header would take {len(start)} bytes, and safetensors reads {HEADER_LIMIT} at most. Put large "
-            "values into tensors, or into a file of their own."
+            f"metadata: the header would take {len(start)} bytes, and safetensors reads {HEADER_LIMIT} at most. Put "
+            "large values into tensors, or into a file of their own."
         )
     file.write(start)
     for entry in ordered:

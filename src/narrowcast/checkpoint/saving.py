@@ -68,10 +68,9 @@ def _save_folder(folder: Path, groups: Sequence[Sequence[Entry]], tied: dict[str
             (folder / INDEX).unlink(missing_ok=True)
             sync(folder)
         staging.publish()
+    stale = SINGLE if len(groups) > 1 else INDEX
     for path in folder.iterdir():
-        if path.name not in names and (
-            SHARD.fullmatch(path.name) or path.name in (SINGLE, INDEX)[len(groups) > 1 :][:1]
-        ):
+        if path.name == stale or (SHARD.fullmatch(path.name) and path.name not in names):
             path.unlink()
 
 
@@ -176,9 +175,7 @@ def _check_tensor(tensor: object, name: str) -> None:
     elif tensor.is_meta:
         reason = "is on the meta device and has no values. Load or initialize the model first"
     elif tensor.layout != torch.strided or tensor.dtype not in NAMES:
-        reason = (
-            f"has layout {tensor.layout} and dtype {tensor.dtype}, which safetensors does not know. Convert it first"
-        )
+        reason = f"is {tensor.dtype}, {tensor.layout}, which safetensors does not know. Convert it first"
     if reason:
         raise CheckpointError(f"{name!r} {reason}.")
 
@@ -186,14 +183,13 @@ def _check_tensor(tensor: object, name: str) -> None:
 def _check_overlap(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse tensors that share memory for certain: both fill their span, and the spans overlap."""
     last: tuple[str, object, int] = ("", None, 0)
-    spans = [
-        (str(t.device), t.data_ptr(), t.numel() * t.itemsize, name) for name, t in tensors if t.numel() and _dense(t)
-    ]
+    dense = [(name, tensor) for name, tensor in tensors if tensor.numel() and _dense(tensor)]
+    spans = [(str(tensor.device), tensor.data_ptr(), tensor.nbytes, name) for name, tensor in dense]
     for device, start, size, name in sorted(spans):
         if last[1] == device and start < last[2]:
             raise CheckpointError(
-                f"{name!r} and {last[0]!r} share memory but are not the same tensor; loaded again they would share nothing. "
-                f"Store one of them, or state[{name!r}] = state[{name!r}].clone()."
+                f"{name!r} and {last[0]!r} share memory but are not the same tensor; loaded again they would share "
+                f"nothing. Store one of them, or state[{name!r}] = state[{name!r}].clone()."
             )
         last = (name, device, start + size)
 
