@@ -41,6 +41,10 @@ class BudgetError(NarrowcastError, ValueError):
     """No mix of the codecs on offer is as small as the budget asks."""
 
 
+class PlotError(NarrowcastError, RuntimeError):
+    """A figure cannot be drawn: matplotlib is missing, or the file has no picture's ending."""
+
+
 class ExportError(NarrowcastError, ValueError):
     """A quantized weight has no place in the format it is to be written in."""
 

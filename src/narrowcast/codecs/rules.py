@@ -30,10 +30,10 @@ class Rules:
         self._rules = tuple(rules)
         self._deciding: set[str] = set()
 
-    def codec_for(self, name: str) -> Codec | None:
-        """The codec of the first rule found in `name`, else the default. None: leave it as it is."""
+    def codec_for(self, *names: str) -> Codec | None:
+        """The codec of the first rule found in one of a weight's names, else the default. None: leave it as it is."""
         for expression, codec in self._rules:
-            if expression.search(name):
+            if any(expression.search(name) for name in names):
                 self._deciding.add(expression.pattern)
                 return codec
         return self.default
