@@ -6,8 +6,9 @@ payload = nc.encode(x, "int4")      # four bits an element, and a scale per bloc
 y = nc.decode(payload)
 """
 
-from narrowcast import codecs, errors
+from narrowcast import codecs, errors, nn
 from narrowcast.codecs import Codec, codec, list_codecs, which_kernel
+from narrowcast.nn import Report, dequantize_, quantize_
 from narrowcast.payload import Payload, decode, encode
 
 __version__ = "0.1.0"
@@ -15,11 +16,15 @@ __version__ = "0.1.0"
 __all__ = [
     "Codec",
     "Payload",
+    "Report",
     "codec",
     "codecs",
     "decode",
+    "dequantize_",
     "encode",
     "errors",
     "list_codecs",
+    "nn",
+    "quantize_",
     "which_kernel",
 ]

@@ -1,0 +1,34 @@
+"""Encoded rows inside modules, under the names of torch.nn.
+
+`quantize_` turns the weights of a model into encoded rows, in place, and `dequantize_` turns them back. The modules
+below are what a model then consists of; `encodings` and `adopt` carry it through files.
+"""
+
+from narrowcast.nn.attention import MultiheadAttention
+from narrowcast.nn.conv import Conv1d, Conv2d, Conv3d
+from narrowcast.nn.convert import dequantize_, quantize_
+from narrowcast.nn.embedding import Embedding
+from narrowcast.nn.encoded import Encoded
+from narrowcast.nn.encodings import adopt, encodings
+from narrowcast.nn.experts import ExpertRows
+from narrowcast.nn.linear import Linear
+from narrowcast.nn.report import Entry, Report
+from narrowcast.nn.slots import Skip
+
+__all__ = [
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "Embedding",
+    "Encoded",
+    "Entry",
+    "ExpertRows",
+    "Linear",
+    "MultiheadAttention",
+    "Report",
+    "Skip",
+    "adopt",
+    "dequantize_",
+    "encodings",
+    "quantize_",
+]

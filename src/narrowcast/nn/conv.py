@@ -1,0 +1,74 @@
+"""Convolutions whose weights are encoded rows.
+
+The weight of a convolution, [out, in / groups, *kernel], has a row for every output. It is decoded to x's dtype, and
+then convolved with: less memory at rest, the same arithmetic. Every option of torch's modules is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowcast.codecs import checks
+from narrowcast.errors import DtypeError
+from narrowcast.nn.encoded import OneWeight
+from narrowcast.nn.linear import as_autocast
+
+
+class _Conv(OneWeight):
+    convolve: ClassVar[Callable[..., Tensor]]
+    bias: nn.Parameter | None
+    in_channels: int
+    out_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
+    _reversed_padding_repeated_twice: list[int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = as_autocast(x)
+        if x.dtype not in checks.FLOATS:
+            kind = str(x.dtype).removeprefix("torch.")
+            raise DtypeError(f"x: expected float32, bfloat16, float16 or float64, got {kind}. Pass x.float().")
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = (0,) * len(self.kernel_size)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        weight = self.decoded(x.dtype)
+        return type(self).convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+    def extra_repr(self) -> str:
+        options = ("stride", "padding", "dilation", "groups", "padding_mode")
+        listed = ", ".join(f"{name}={getattr(self, name)!r}" for name in options)
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, {listed}, "
+            f"bias={self.bias is not None}, codec={self.codec.spec!r}"
+        )
+
+
+class Conv1d(_Conv):
+    """torch.nn.Conv1d on encoded rows."""
+
+    float_class = nn.Conv1d
+    convolve = F.conv1d
+
+
+class Conv2d(_Conv):
+    """torch.nn.Conv2d on encoded rows."""
+
+    float_class = nn.Conv2d
+    convolve = F.conv2d
+
+
+class Conv3d(_Conv):
+    """torch.nn.Conv3d on encoded rows."""
+
+    float_class = nn.Conv3d
+    convolve = F.conv3d

@@ -1,0 +1,208 @@
+"""Modules that hold weights as encoded rows.
+
+An `Encoded` module keeps a weight as a uint8 Parameter of shape [..., row_bytes] under the name that the float weight
+had, so that a state dict keeps its keys; `_held` says which of its parameters are rows, in which codec, and what they
+stand for. It promises:
+
+- The dtype of its floats follows `.to(...)`, `.half()` and the like, though no float weight is left to follow them.
+- A state dict of another layout is refused with the reason, before anything of this module is loaded.
+- A float module becomes an encoded one, and the other way round, by a change of its class, in place: names, hooks,
+  biases, buffers and whoever holds a reference to it do not notice.
+
+Rows are not trained: they never require a gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.codecs import Codec, checks
+from narrowcast.errors import QuantizeError, StateDictError
+from narrowcast.payload import Encoding, encode_rows
+
+Some = TypeVar("Some", bound=nn.Module)
+
+
+class Held(NamedTuple):
+    """What the rows of one parameter stand for, and what its float weight is to be again."""
+
+    codec: Codec
+    shape: torch.Size
+    """Of the weight whose rows are encoded: of its transpose, where `transposed`."""
+    transposed: bool = False
+    """Whether the float module keeps its weight as [in, out]."""
+    trained: bool = True
+    """Whether the float weight required a gradient."""
+
+    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight of these rows, row by row."""
+        numel = _row_numel(self.shape, rows.dim() - 1)
+        return self.codec.decode(rows.detach(), numel, dtype).view(self.shape)
+
+
+class Encoded(nn.Module):
+    """A module some of whose parameters are encoded rows."""
+
+    float_class: type[nn.Module] = nn.Module
+    """The class of torch.nn that this one stands for."""
+
+    _held: dict[str, Held]
+    _float_dtype: torch.dtype
+    _float_class: type[nn.Module]
+
+    @classmethod
+    def from_float(
+        cls: type[EncodedModule], module: nn.Module, codec: str | Codec | Mapping[str, Any]
+    ) -> EncodedModule:
+        """An encoded module with the weights of a float one, which is left as it is; biases are shared."""
+        if not isinstance(module, cls.float_class):
+            raise QuantizeError(
+                f"module: {cls.__name__}.from_float takes a torch.nn.{cls.float_class.__name__}, got "
+                f"{type(module).__name__}. narrowcast.quantize_(model, codec) finds the right class by itself."
+            )
+        made = shallow_copy(module)
+        for name, weight in weights_of(made).items():
+            rows = encode_rows(weight, codec, lead=1)
+            become(made, cls, weight.dtype)
+            hold(made, name, as_parameter(rows.data), Held(rows.codec, rows.shape, False, weight.requires_grad))
+        return cast("EncodedModule", made)
+
+    def dequantize(self) -> nn.Module:
+        """The float module, with the decoded weights; this one is left as it is. Biases are shared."""
+        made = shallow_copy(self)
+        for name, child in made._modules.items():
+            if isinstance(child, Encoded):
+                made._modules[name] = child.dequantize()
+        restore(made, {})
+        return made
+
+    def _encoding(self, name: str) -> Encoding:
+        held = self._held[name]
+        return Encoding(held.codec, held.shape, self._float_dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Encoded:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # What `fn` makes of an empty tensor tells the dtype; a buffer for that would be in everybody's way.
+        dtype = fn(torch.empty(0, dtype=self._float_dtype, device="cpu")).dtype
+        if dtype in checks.FLOATS:
+            self._float_dtype = dtype
+        return self
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        check_rows(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+EncodedModule = TypeVar("EncodedModule", bound=Encoded)
+
+
+class OneWeight(Encoded):
+    """An encoded module with one weight, called `weight`, and perhaps a bias."""
+
+    weight: nn.Parameter
+
+    @property
+    def codec(self) -> Codec:
+        return self._held["weight"].codec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its floats: what `decoded()` gives."""
+        return self._float_dtype
+
+    def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight as floats, in `dtype` or the module's own."""
+        return self._held["weight"].decode(self.weight, dtype or self._float_dtype)
+
+
+# -- from float to encoded and back, in place ------------------------------------------------------------------------
+
+
+def become(module: nn.Module, target: type[Encoded], dtype: torch.dtype) -> None:
+    """Make a float module an instance of `target` that holds no rows yet."""
+    if isinstance(module, Encoded):
+        return
+    vars(module).update(_held={}, _float_dtype=dtype, _float_class=type(module))
+    module.__class__ = target
+
+
+def hold(module: nn.Module, name: str, rows: nn.Parameter, held: Held) -> None:
+    """Put rows in the place of a weight."""
+    assert isinstance(module, Encoded)
+    module._parameters[name] = rows
+    module._held[name] = held
+
+
+def restore(module: Encoded, decoded: dict[int, nn.Parameter]) -> None:
+    """Make an encoded module a float one again. `decoded` remembers weights by their rows, so that ties stay tied."""
+    for name, held in module._held.items():
+        rows = module._parameters[name]
+        assert rows is not None
+        if id(rows) not in decoded:
+            weight = held.decode(rows, module._float_dtype)
+            weight = weight.t().contiguous() if held.transposed else weight
+            decoded[id(rows)] = nn.Parameter(weight, requires_grad=held.trained)
+        module._parameters[name] = decoded[id(rows)]
+    module.__class__ = module._float_class  # type: ignore[assignment]
+    for name in ("_held", "_float_dtype", "_float_class"):
+        del vars(module)[name]
+
+
+def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that may be rows: all but vectors, which are biases."""
+    return {name: weight for name, weight in module._parameters.items() if weight is not None and weight.dim() > 1}
+
+
+def as_parameter(rows: Tensor) -> nn.Parameter:
+    return nn.Parameter(rows, requires_grad=False)
+
+
+def shallow_copy(module: Some) -> Some:
+    """Another module with the same parameters and children, in dictionaries of its own."""
+    made = copy.copy(module)
+    for name, value in vars(made).items():
+        if isinstance(value, (dict, set)):
+            vars(made)[name] = value.copy()
+    return made
+
+
+# -- state dicts -----------------------------------------------------------------------------------------------------
+
+
+def check_rows(module: Encoded, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Refuse a state dict in which this module's rows are floats, or rows of another width."""
+    for name, held in module._held.items():
+        found, rows = state_dict.get(prefix + name), module._parameters[name]
+        if not isinstance(found, Tensor) or rows is None:
+            continue
+        if found.dtype == rows.dtype and found.shape == rows.shape:
+            continue
+        raise StateDictError(
+            f"state_dict[{prefix + name!r}]: this weight is held as uint8 rows {list(rows.shape)} of codec "
+            f"{held.codec.spec!r}, the state dict has {str(found.dtype).removeprefix('torch.')} {list(found.shape)}. "
+            + _what_to_do(found)
+        )
+
+
+def _what_to_do(found: Tensor) -> str:
+    if found.is_floating_point():
+        return (
+            "It comes from the model before it was quantized: load it first and call quantize_ then, or call "
+            "dequantize_(model), load, and quantize_ again."
+        )
+    return (
+        "It was quantized with another codec: call quantize_ with the codec (and rules) it was saved with, or use "
+        "narrowcast.save and narrowcast.load, which keep the codec of every weight in the file."
+    )
+
+
+def _row_numel(shape: torch.Size, lead: int) -> int:
+    numel = 1
+    for size in shape[lead:]:
+        numel *= size
+    return numel
