@@ -71,3 +71,7 @@ class QuantizeError(NarrowcastError, ValueError):
 
 class StateDictError(NarrowcastError, RuntimeError):
     """A state dict, or a description of one, is not of this model's layout. The model was left as it was."""
+
+
+class TargetError(CheckpointError):
+    """The place to write to is taken."""

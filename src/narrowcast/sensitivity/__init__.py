@@ -4,8 +4,8 @@
 weight. Nothing here knows files or modules: `narrowcast inspect` brings the tiles and writes the rules.
 """
 
-from narrowcast.sensitivity.budget import Mix, best_mix
-from narrowcast.sensitivity.measure import Statistics, measure
-from narrowcast.sensitivity.plan import Plan, plan
+from narrowcast.sensitivity.knapsack import Mix, best_mix
+from narrowcast.sensitivity.plans import Plan, plan
+from narrowcast.sensitivity.statistics import Statistics, measure
 
 __all__ = ["Mix", "Plan", "Statistics", "best_mix", "measure", "plan"]

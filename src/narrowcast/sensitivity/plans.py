@@ -1,7 +1,7 @@
 """One codec per weight, so that a model of a given size loses least.
 
-What is minimised is the noise of each weight relative to its energy, `||W - Q(W)||^2 / ||W||^2`, summed over weights with
-their numbers of elements as factors: the noise energy of the model once every weight is scaled to the same power
+What is minimised is the noise of each weight relative to its energy, `||W - Q(W)||^2 / ||W||^2`, summed over weights
+with their numbers of elements as factors: the noise energy of the model once every weight is scaled to the same power
 per element. The scale is taken out because it carries no meaning: a norm before a layer, or the layer after it, undoes
 any factor, and what the layer's output loses is the relative noise. The number of elements stays in because
 every element is paid for with the same bits; without it, all bits would go to the smallest weights.
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from narrowcast.errors import BudgetError
-from narrowcast.sensitivity.budget import best_mix
-from narrowcast.sensitivity.measure import Statistics, decibels
+from narrowcast.sensitivity.knapsack import best_mix
+from narrowcast.sensitivity.statistics import Statistics, decibels
 
 
 @dataclass
@@ -62,7 +62,9 @@ def plan(weights: Sequence[Statistics], specs: Sequence[str], bits: float) -> Pl
         raise BudgetError(f"budget={bits}: a budget is a positive number of bits per weight, such as 4.5.")
     usable = [weight for weight in weights if weight.finite and weight.numel]
     if not usable:
-        raise BudgetError("budget: there is no weight to spend it on. Are all weights quantized already, or not finite?")
+        raise BudgetError(
+            "budget: there is no weight to spend it on. Are all weights quantized already, or not finite?"
+        )
     numel = sum(weight.numel for weight in usable)
     sizes = [[weight.nbytes[spec] for spec in specs] for weight in usable]
     noises = [[weight.numel * weight.relative_noise(spec) for spec in specs] for weight in usable]

@@ -2,16 +2,16 @@
 
 This is the multiple-choice knapsack problem. It is solved in two steps, both over exact bytes:
 
-- **Bound.** Each tensor's choices are cut to their lower convex hull; the hulls' steps, taken in the order of noise saved per
-  byte, solve the problem in which a tensor may be split between two codecs. That gives a lower bound for every budget,
-  and, by leaving out the step that must be split, a mix whose noise is above the bound by less than that one step.
+- **Bound.** Each tensor's choices are cut to their lower convex hull; the hulls' steps, taken in the order of noise
+  saved per byte, solve the problem in which a tensor may be split between two codecs. That gives a lower bound for
+  every budget, and, without the step that must be split, a mix whose noise is above the bound by no more than it.
 - **Search.** Tensor by tensor, every pair (bytes, noise) that some choice of codecs reaches, without those that another
   pair beats in both, and without those that the bound shows cannot end below the best mix known. Rows are multiples of
   16 bytes and models repeat their shapes, so that few different sizes arise, and the search ends with the optimum.
 
-Where more than `LIMIT` pairs remain (hundreds of tensors of unrelated sizes), only the most promising are kept. Then the
-optimum is not certain, `Mix.exact` is False, and `Mix.bound` still says what no mix can beat; in either case
-the noise is below the bound plus one step of one tensor.
+Where more than `LIMIT` pairs remain (hundreds of tensors of unrelated sizes), only the most promising are kept. Then
+the optimum is not certain, `Mix.exact` is False, and `Mix.bound` still says what no mix can beat; in either case the
+noise is above the bound by no more than one step of one tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class _Steps(NamedTuple):
 
     def of(self, first: int) -> _Steps:
         """The steps of the tensors from `first` on."""
-        return _Steps(*(column[self.tensor >= first] for column in self))
+        some = self.tensor >= first
+        return _Steps(self.tensor[some], self.choice[some], self.cost[some], self.saved[some])
 
 
 def best_mix(sizes: Sequence[Sequence[int]], noises: Sequence[Sequence[float]], budget: int) -> Mix:

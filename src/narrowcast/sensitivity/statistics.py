@@ -1,8 +1,8 @@
 """One weight against several codecs, tile by tile.
 
-A weight is a matrix of rows, as `encode_rows` makes them. Rows are encoded one by one, so that a tile of rows encodes to the
-bytes that it has inside the whole weight, and sums over tiles are those of the weight. Sums are kept in fp64; memory
-is that of one tile of `TILE` elements, whatever the weight's size (a single row is never cut).
+A weight is a matrix of rows, as `encode_rows` makes them. Rows are encoded one by one, so that a tile of rows encodes
+to the bytes that it has inside the whole weight, and sums over tiles are those of the weight. Sums are kept in fp64;
+memory is that of one tile of `TILE` elements, whatever the weight's size (a single row is never cut).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Statistics:
         return math.sqrt(max(self.energy / max(self.numel, 1) - mean * mean, 0.0)) if self.finite else math.nan
 
     def relative_noise(self, spec: str) -> float:
-        """The share of the weight's energy that the codec's errors have; of a weight of zeros, 0 or, if it changes, 1."""
+        """The share of the weight's energy that the errors have; for a weight of zeros, 1 if it changes and else 0."""
         return self.noise[spec] / self.energy if self.energy else float(self.noise[spec] > 0)
 
     def sqnr(self, spec: str) -> float:

@@ -1,0 +1,170 @@
+"""Export to compressed-tensors' pack-quantized format, which vLLM, transformers and others read.
+
+What that format can say: a Linear or an Embedding whose weight is integers of 4 or 8 bits, a scale for each row or for
+each group of columns that divides the row, and a zero point for each scale if need be. So `int4` and `int8` fit, with
+any scale type and with `zero_point=true`; other codecs are refused with an `ExportError`, before anything is written.
+
+The integers are ours, bit for bit. Scales are written as fp32, so that the package decodes a weight to our own fp32
+values exactly (zeros may come back as -0: our scales may be negative). Many programs cast scales to the model's dtype
+when they load them. That changes nothing for the bf16 scales of `int4` in a bf16 model; fp32 scales are rounded
+then, each weight by up to 2**-9 of its value in bf16. `scale_dtype=` does that rounding here instead, in smaller files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import ExportError
+from narrowcast.kernels.layout import Element, layout
+from narrowcast.kernels.reference import scale_value, unpack
+from narrowcast.payload import EncodedRows
+from narrowcast.sensitivity.statistics import tiles
+
+try:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+    from huggingface_hub import save_torch_state_dict
+except ImportError as error:
+    raise ImportError(
+        "narrowcast.integrations.compressed_tensors needs the package compressed-tensors. "
+        "Run: pip install 'narrowcast[hf]'"
+    ) from error
+
+WIDTHS = (4, 8)
+"""Other widths were packed in other ways by earlier versions of the package, and vLLM has no kernels for them."""
+
+State: TypeAlias = Mapping[str, Tensor | EncodedRows]
+
+
+class Scheme(NamedTuple):
+    """How the package describes a weight."""
+
+    bits: int
+    group: int | None
+    """Columns per scale; None for one scale per row."""
+    symmetric: bool
+
+
+def export(
+    source: torch.nn.Module | State | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a quantized model as a folder of compressed-tensors: safetensors files and a config.json.
+
+    `source` is a model that `quantize_` converted, a folder that `narrowcast quantize` or `save` wrote, or a mapping of
+    names to tensors and encoded rows. A transformers config goes along; tokenizers are yours to copy.
+    """
+    folder = Path(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ExportError(f"path={str(path)!r}: an export needs a new or empty folder. Choose another, or empty it.")
+    state, config, linears = _open(source)
+    schemes = {name: _scheme(name, rows) for name, rows in state.items() if isinstance(rows, EncodedRows)}
+    if not schemes:
+        raise ExportError("source: no weight in it is quantized by narrowcast. Call narrowcast.quantize_(model) first.")
+    described = _describe(state, schemes, linears)
+    tensors: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, EncodedRows):
+            tensors |= packed(name, value, scale_dtype)
+        else:
+            tensors[name] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
+    text = json.dumps({**config, "quantization_config": described}, indent=2, sort_keys=True)
+    (folder / "config.json").write_text(text + "\n")
+
+
+def packed(name: str, rows: EncodedRows, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The tensors that a weight becomes: `name` ends in "weight", they in "weight_packed", "weight_scale" and so on."""
+    scheme = _scheme(name, rows)
+    bits, where = scheme.bits, layout(rows.codec.format, rows.numel)
+    half = 1 << (bits - 1)
+    words = []
+    for start, stop in tiles(len(rows.data), rows.numel):
+        codes = unpack(rows.data[start:stop, : where.codes_bytes], rows.numel, bits)
+        # Two's complement, or a code counted from 0: either way as an integer from -half to half - 1.
+        codes = (codes ^ half) - half if scheme.symmetric else codes - half
+        words.append(pack_to_int32(codes.to(torch.int8), bits))
+    scale = scale_value(rows.data[:, where.scales_offset : where.zeros_offset], rows.codec.format.scale)
+    found = {
+        f"{name}_packed": torch.cat(words),
+        f"{name}_scale": scale.to(scale_dtype),
+        f"{name}_shape": torch.tensor(rows.shape),
+    }
+    if not scheme.symmetric:
+        zeros = rows.data[:, where.zeros_offset : where.zeros_offset + where.groups].to(torch.int16) - half
+        found[f"{name}_zero_point"] = pack_to_int32(zeros.to(torch.int8), bits, packed_dim=0)
+    return found
+
+
+def _scheme(name: str, rows: EncodedRows) -> Scheme:
+    codec, format = rows.codec, rows.codec.format
+    if len(rows.shape) != 2 or not name.endswith("weight"):
+        raise ExportError(
+            f"{name}: pack-quantized holds the 2-D weights of Linear and Embedding modules, and this one is "
+            f"{list(rows.shape)}. {_leave_out(name)}"
+        )
+    if format.element not in (Element.INT, Element.AFFINE) or format.bits not in WIDTHS:
+        raise ExportError(
+            f'{name}: codec {codec.spec!r} has no place in pack-quantized. Those that do are "int4" and "int8", with '
+            f"any block that divides the row, any scale, and zero_point=true or not. {_leave_out(name)}"
+        )
+    where = layout(format, rows.numel)
+    if where.groups > 1 and rows.numel % where.group_size:
+        fit = [block for block in (256, 128, 64, 32, 16, 8) if not rows.numel % block]
+        other = f"block={fit[0]}" if fit else "block=row"
+        raise ExportError(
+            f"{name}: its rows of {rows.numel} are not a whole number of blocks of {where.group_size}, and "
+            f'pack-quantized has no short blocks. Quantize it with "{codec.name}:{other}", for one. {_leave_out(name)}'
+        )
+    return Scheme(format.bits, where.group_size if where.groups > 1 else None, not format.affine)
+
+
+def _leave_out(name: str) -> str:
+    return f'Or leave it as it is, with the rule {{"{name.removesuffix(".weight")}": None}} in quantize_.'
+
+
+def _describe(state: State, schemes: Mapping[str, Scheme], linears: set[str] | None) -> dict[str, Any]:
+    """The `quantization_config` of a config.json."""
+    groups: dict[Scheme, list[str]] = {}
+    for name, scheme in schemes.items():
+        groups.setdefault(scheme, []).append(name.removesuffix(".weight"))
+    left = {
+        name.removesuffix(".weight") for name, value in state.items() if isinstance(value, Tensor) and value.dim() == 2
+    }
+    made = {}
+    for number, (scheme, names) in enumerate(groups.items()):
+        # "Linear" stands for all of them, as most programs that read such folders expect; with several schemes, or
+        # embeddings among the quantized, each module is named.
+        alone = len(groups) == 1 and linears is not None and set(names) <= linears
+        weights = QuantizationArgs(
+            num_bits=scheme.bits,
+            type="int",
+            symmetric=scheme.symmetric,
+            strategy="group" if scheme.group else "channel",
+            group_size=scheme.group,
+        )
+        made[f"group_{number}"] = QuantizationScheme(
+            targets=["Linear"] if alone else sorted(names), weights=weights, format="pack-quantized"
+        )
+    ignored = (linears or left | {"lm_head"}) - {name for names in groups.values() for name in names}
+    config = QuantizationConfig(
+        config_groups=made, format="pack-quantized", quantization_status="compressed", ignore=sorted(ignored)
+    )
+    return {"version": version("compressed-tensors"), **json.loads(config.model_dump_json())}
+
+
+def _open(source: Any) -> tuple[State, dict[str, Any], set[str] | None]:
+    """What `export` was given, as a state, a transformers config, and the names of all Linear modules if known."""
+    raise NotImplementedError
