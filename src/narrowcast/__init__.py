@@ -8,6 +8,7 @@ y = nc.decode(payload)
 
 from narrowcast import codecs, errors, nn
 from narrowcast.codecs import Codec, codec, list_codecs, which_kernel
+from narrowcast.models import load, save
 from narrowcast.nn import Report, dequantize_, quantize_
 from narrowcast.payload import Payload, decode, encode
 
@@ -24,7 +25,9 @@ __all__ = [
     "encode",
     "errors",
     "list_codecs",
+    "load",
     "nn",
     "quantize_",
+    "save",
     "which_kernel",
 ]

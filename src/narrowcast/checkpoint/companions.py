@@ -1,0 +1,64 @@
+"""The files beside the weights: configuration, tokenizer, templates, licences.
+
+Small text files are copied as they are. `config.json` says besides, under `quantization_config`, what became of the
+weights, so that `transformers` reads the folder. Other weights (pickles, GGUF, ONNX) and folders are not copied: they
+would be the model before.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from narrowcast.checkpoint.files import Staging
+from narrowcast.checkpoint.header import parse
+from narrowcast.errors import CheckpointError
+
+CONFIG = "config.json"
+_COPIED = {".json", ".txt", ".model", ".jinja", ".md", ".py", ".tiktoken", ".yaml", ".yml", ".toml", ".vocab", ".bpe"}
+_NAMES = {"LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "README"}
+
+
+def companions(source: Path) -> tuple[list[str], list[str]]:
+    """The names of the files of a folder that go along, and of what stays behind."""
+    if not source.is_dir():
+        return [], []
+    taken: list[str] = []
+    left: list[str] = []
+    for path in sorted(source.iterdir()):
+        if path.name.endswith((".safetensors", ".safetensors.index.json")) or path.name.startswith("."):
+            continue
+        goes = path.is_file() and (path.suffix.lower() in _COPIED or path.name in _NAMES)
+        # The index of pickled shards is of no use without them.
+        goes = goes and not path.name.endswith(".bin.index.json")
+        (taken if goes else left).append(path.name)
+    return taken, left
+
+
+def config_of(source: Path) -> dict[str, Any] | None:
+    """The model's configuration, if there is one. That of a quantized model is refused."""
+    path = source / CONFIG
+    if not path.is_file():
+        return None
+    config = parse(path.read_bytes(), str(path))
+    if "quantization_config" in config:
+        raise CheckpointError(
+            f'{path}: has a "quantization_config", so the weights are quantized already. Start from the original model.'
+        )
+    return config
+
+
+def copy_companions(source: Path, target: Path, names: list[str], quantization: dict[str, Any]) -> None:
+    """Copy the named files; `config.json` gets the entry `quantization_config`."""
+    config = config_of(source) if names else None
+    with Staging(target) as staging:
+        for name in names:
+            with staging.file(name) as file:
+                if name == CONFIG and config is not None:
+                    file.write(json.dumps({**config, "quantization_config": quantization}, indent=2).encode() + b"\n")
+                else:
+                    with open(source / name, "rb") as original:
+                        shutil.copyfileobj(original, file)
+        staging.publish()

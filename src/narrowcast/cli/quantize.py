@@ -1,0 +1,200 @@
+"""`narrowcast quantize`: a checkpoint to a quantized one, in bounded memory, on one process or several."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from narrowcast.checkpoint.conversion import Conversion
+
+
+def quantize(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", exists=True, help="A safetensors file, or a model's folder.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or a file that ends in .safetensors.")],
+    codec: Annotated[str, typer.Option(help="The codec of weights that no rule is for.")] = "int8",
+    rules: Annotated[Path | None, typer.Option(help="TOML or JSON: [rules], regex = codec or false.")] = None,
+    max_shard_size: Annotated[str | None, typer.Option(help="Such as 5GB. By default files stay as they are.")] = None,
+    allow_nonfinite: Annotated[bool, typer.Option(help="Take weights that hold an infinity or a NaN, too.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the weights that are in DST.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Quantize a checkpoint without loading the model: tensor by tensor, to the bytes that quantize_ gives.
+
+    Run again after it was cut off, it goes on where it was. Under torchrun, processes share the files.
+
+    Example: narrowcast quantize llama/ llama-int4/ --codec int4:block=64 --rules rules.toml
+    """
+    from narrowcast.checkpoint.conversion import plan_conversion
+    from narrowcast.errors import NarrowcastError, SpecError, TargetError
+
+    errors = Console(stderr=True)
+    try:
+        options: dict[str, Any] = {"max_shard_size": max_shard_size, "allow_nonfinite": allow_nonfinite}
+        conversion = plan_conversion(source, target, codec, _read_rules(rules), **options)
+        kept = _run(conversion, overwrite, errors)
+    except (NarrowcastError, OSError) as error:
+        errors.print(f"error: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
+        raise typer.Exit(2 if isinstance(error, (SpecError, TargetError)) else 1) from error
+    if _rank() == 0:
+        summary = {**conversion.summary(), "files_kept": kept}
+        if as_json:
+            print(json.dumps(summary))
+        else:
+            _show(summary, Console())
+
+
+def _read_rules(path: Path | None) -> dict[str, Any] | None:
+    """The table [rules] of a TOML file, or the object "rules" of a JSON file."""
+    from narrowcast.errors import SpecError
+
+    if path is None:
+        return None
+    read = json.loads if path.suffix == ".json" else _toml(path)
+    try:
+        found = read(path.read_text("utf-8"))
+    except (ValueError, OSError) as error:
+        raise SpecError(
+            f"--rules {path}: cannot be read: {error}. In TOML a regular expression goes into single quotes."
+        ) from error
+    table = found.get("rules") if isinstance(found, dict) else None
+    if not isinstance(table, dict) or len(found) > 1:
+        raise SpecError(
+            f'--rules {path}: holds one table, [rules], with lines such as "mlp" = "int4:block=64" or "lm_head" = '
+            f"false; found {[*found] if isinstance(found, dict) else type(found).__name__}."
+        )
+    return table
+
+
+def _toml(path: Path) -> Callable[[str], Any]:
+    from narrowcast.errors import SpecError
+
+    # The standard library has a reader from 3.11 on; tomli is the same one, for 3.10.
+    try:
+        return importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads  # type: ignore[no-any-return]
+    except ModuleNotFoundError as error:
+        raise SpecError(
+            f"--rules {path}: Python 3.10 reads no TOML by itself. Install tomli, or write the rules as JSON: "
+            '{"rules": {"lm_head": false}} in a file that ends in .json.'
+        ) from error
+
+
+# -- on every rank ----------------------------------------------------------------------------------------------------
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0")) if _world() > 1 else 0
+
+
+def _world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _run(conversion: Conversion, overwrite: bool, errors: Console) -> list[str]:
+    """Convert this rank's share of the files; the names of those that an earlier run had finished, on all ranks."""
+    with _group() if _world() > 1 else nullcontext():
+        first = _rank() == 0
+        _together(lambda: conversion.prepare(overwrite) if first else None)
+        mine = conversion.parts[_rank() :: _world()]
+        total = sum(part.nbytes for part in mine)
+        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+        progress = Progress(*columns, TimeRemainingColumn(), console=errors, disable=not first, transient=True)
+
+        def work() -> list[str]:
+            kept = []
+            with progress:
+                task = progress.add_task("quantizing", total=total)
+                for part in mine:
+                    progress.update(task, description=part.name)
+                    if conversion.is_done(part):
+                        kept.append(part.name)
+                        progress.advance(task, part.nbytes)
+                    else:
+                        conversion.convert(part, lambda count: progress.advance(task, count))
+            return kept
+
+        kept = _together(work)
+        _together(lambda: conversion.finish() if first else None)
+        return sorted(name for names in kept for name in names)
+
+
+def _together(work: Callable[[], Any]) -> list[Any]:
+    """What `work` gives on every rank, once all are done. If it fails on one, it fails on all, in the same words."""
+    import torch.distributed as dist
+
+    from narrowcast.errors import NarrowcastError
+
+    error: Exception | None = None
+    result = None
+    try:
+        result = work()
+    except (NarrowcastError, OSError) as caught:
+        error = caught
+    answers: list[Any] = [(error, result)]
+    if _world() > 1:
+        answers *= _world()
+        dist.all_gather_object(answers, (error, result))
+    for failed, _ in answers:
+        if failed is not None:
+            raise failed
+    return [result for _, result in answers]
+
+
+class _group:
+    """A process group for as long as the work takes: a fast rank waits for a slow one, a dead one ends all."""
+
+    def __enter__(self) -> None:
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", timeout=timedelta(days=7))
+
+    def __exit__(self, *exception: object) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+# -- the summary ------------------------------------------------------------------------------------------------------
+
+
+def _show(summary: dict[str, Any], console: Console) -> None:
+    table = Table("", "tensors", "bytes before", "bytes after", "of before")
+    codecs = summary["codecs"]
+    rest = {key: summary[key] - sum(line[key] for line in codecs.values()) for key in ("bytes_before", "bytes_after")}
+    lines = {**codecs, "copied": {"tensors": summary["copied"], **rest}}
+    total = {"tensors": summary["quantized"] + summary["copied"]}
+    lines["all"] = {**total, **{key: summary[key] for key in ("bytes_before", "bytes_after")}}
+    for name, line in lines.items():
+        before, after = line["bytes_before"], line["bytes_after"]
+        share = f"{after / before:.1%}" if before else ""
+        table.add_row(name, str(line["tensors"]), f"{before:,}", f"{after:,}", share)
+    console.print(table)
+    for title, names in (
+        ("kept from an earlier run", summary["files_kept"]),
+        ("copied along", summary["files_copied"]),
+        ("left behind", summary["files_left"]),
+        ("rules that decided nothing", summary["unused_rules"]),
+    ):
+        if names:
+            console.print(f"{title}: {', '.join(names)}", highlight=False, markup=False)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in summary["skips"].items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        console.print(f"not quantized ({reason}): {shown}", highlight=False, markup=False)

@@ -1,0 +1,185 @@
+"""Models in checkpoints: the one place where modules and files meet.
+
+`save` writes a model's state dict, encoded weights as their bytes. `load` reads it back without quantizing again: a
+float model, on a device or on meta, takes on the encodings of the file first; a quantized one must have them already.
+Tensors are mapped from the disk and assigned as they are: no copy on the CPU, one on its way to another device, no
+change of dtype. Names that were tied are one tensor again.
+
+Everything is checked before the model changes, on a twin of it that has no memory, so an error leaves it as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast import checkpoint
+from narrowcast.checkpoint import Checkpoint, rows_or_tensor
+from narrowcast.errors import CheckpointError, ModelMismatchError
+from narrowcast.nn import adopt, encodings
+from narrowcast.payload import EncodedRows, Encoding
+
+Model = TypeVar("Model", bound=nn.Module)
+State = dict[str, Tensor | EncodedRows]
+
+
+def save(
+    model_or_state: nn.Module | Mapping[str, Tensor | EncodedRows],
+    path: str | Path,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a model or a state dict to "name.safetensors", or to a folder in files of up to `max_shard_size`.
+
+    `metadata` is anything that JSON can say. The files appear when they are complete, or not at all.
+    """
+    state = state_of(model_or_state) if isinstance(model_or_state, nn.Module) else model_or_state
+    checkpoint.save_state(state, path, metadata=metadata, max_shard_size=max_shard_size)
+
+
+def state_of(model: nn.Module) -> State:
+    """A model's state dict, in which encoded weights say what they are."""
+    known = encodings(model)
+    return {name: rows_or_tensor(tensor, known.get(name)) for name, tensor in model.state_dict().items()}
+
+
+@overload
+def load(path: str | Path, model: None = None, *, device: Any = None, verify: bool = True) -> State: ...
+@overload
+def load(path: str | Path, model: Model, *, device: Any = None, strict: bool = True, verify: bool = True) -> Model: ...
+def load(
+    path: str | Path,
+    model: Model | None = None,
+    *,
+    device: torch.device | str | None = None,
+    strict: bool = True,
+    verify: bool = True,
+) -> Model | State:
+    """Load a file or folder into `model`, and return it; without a model, return {name: Tensor or EncodedRows}.
+
+    `device`: where tensors go; by default where the model has them, or the CPU. `strict=False` leaves alone what only
+    one side has. `verify=False` does not read the bytes to compare them with their checksums.
+    """
+    if model is None:
+        return checkpoint.load_state(path, device=device, verify=verify)
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+    found = checkpoint.read(path)
+    sources = _sources(found, model, strict)
+    new = _new_encodings(found, model, sources)
+    _check_shapes(found, model, new, sources)
+    if strict:
+        _check_meta_buffers(model)
+    if verify:
+        found.verify()
+    if new:
+        adopt(model, new)
+    _assign(found, model, sources, device)
+    return model
+
+
+def _sources(found: Checkpoint, model: nn.Module, strict: bool) -> dict[str, str]:
+    """For each key of the model, the stored tensor that it gets."""
+    keys = model.state_dict(keep_vars=True)
+    stored = {name: name for name in found.file_of} | found.tied
+    sources = {key: stored[key] for key in keys if key in stored}
+    # Writers that know no ties leave all names of a tensor out but one: the model knows which those are.
+    by_tensor = {id(keys[key]): source for key, source in sources.items()}
+    sources |= {
+        key: by_tensor[id(value)] for key, value in keys.items() if id(value) in by_tensor and key not in stored
+    }
+    missing = [key for key in keys if key not in sources]
+    unexpected = [name for name in stored if name not in keys]
+    if strict and (missing or unexpected):
+        raise ModelMismatchError(
+            f"{found.path} does not fit the model: {_some(missing)} missing from the file, {_some(unexpected)} not in "
+            "the model. It is a checkpoint of another model, or of a part of one (a prefix more or less); strict=False "
+            "loads what both have. The model is as it was."
+        )
+    return sources
+
+
+def _some(names: list[str]) -> str:
+    return f"{len(names)} keys ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})" if names else "none"
+
+
+def _new_encodings(found: Checkpoint, model: nn.Module, sources: Mapping[str, str]) -> dict[str, Encoding]:
+    """What the model has to take on. An encoding that it has must be the file's."""
+    own, theirs = encodings(model), found.encodings
+    for key, source in sources.items():
+        if key in own and own[key] != theirs.get(source):
+            there = _words(theirs[source]) if source in theirs else "not encoded"
+            raise ModelMismatchError(
+                f"{found.path}: {key!r} is {_words(own[key])} in the model, but {there} in the file. Load into the "
+                "float model, which takes on what the file has. The model is as it was."
+            )
+    return {key: theirs[source] for key, source in sources.items() if source in theirs and key not in own}
+
+
+def _words(encoding: Encoding) -> str:
+    return f"{encoding.codec.spec!r} of {str(encoding.dtype).removeprefix('torch.')} {list(encoding.shape)}"
+
+
+def _check_shapes(found: Checkpoint, model: nn.Module, new: dict[str, Encoding], sources: Mapping[str, str]) -> None:
+    twin = model
+    if new:
+        twin = _twin(model)
+        adopt(twin, new)
+    keys, stored = twin.state_dict(), found.stored
+    for key, source in sources.items():
+        there, here = stored[source], keys[key]
+        alike = there.dtype == here.dtype or (there.dtype.is_floating_point and here.dtype.is_floating_point)
+        if not alike or there.shape != tuple(here.shape):
+            raise ModelMismatchError(
+                f"{found.path}: {key!r} is {there.dtype} {list(there.shape)} in the file and {here.dtype} "
+                f"{list(here.shape)} in the model. It is a checkpoint of another model. The model is as it was."
+            )
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy of the modules whose tensors are on meta."""
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+def _check_meta_buffers(model: nn.Module) -> None:
+    persistent = model.state_dict().keys()
+    left = [name for name, value in model.named_buffers() if value.is_meta and value.numel() and name not in persistent]
+    if left:
+        raise ModelMismatchError(
+            f"model: the buffers {left[:5]} are on meta, and files do not hold them: they are not persistent. Give "
+            "them values first, make the model under accelerate.init_empty_weights(), which leaves buffers alone, or "
+            "pass strict=False and fill them after. The model is as it was."
+        )
+
+
+def _assign(found: Checkpoint, model: nn.Module, sources: Mapping[str, str], device: torch.device | str | None) -> None:
+    keys = model.state_dict(keep_vars=True)
+    mapped = found.mapped()
+    made: dict[str, Tensor] = {}
+    for key, source in sources.items():
+        if source not in made:
+            own = keys[key]
+            place = device or ("cpu" if own.is_meta else own.device)
+            tensor = mapped[source].to(place)
+            made[source] = nn.Parameter(tensor, own.requires_grad) if isinstance(own, nn.Parameter) else tensor
+    model.load_state_dict({key: made[source] for key, source in sources.items()}, strict=False, assign=True)
+    if device is not None:
+        for module in model.modules():
+            for name in module._non_persistent_buffers_set:
+                module._buffers[name] = _moved(module._buffers.get(name), device)
+
+
+def _moved(buffer: Tensor | None, device: torch.device | str) -> Tensor | None:
+    """A buffer that files do not hold, beside those that they do. On meta it has nothing to move."""
+    return buffer if buffer is None or buffer.is_meta else buffer.to(device)
