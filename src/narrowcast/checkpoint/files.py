@@ -141,7 +141,10 @@ def checksum(tensor: Tensor) -> str:
 
 def chunks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
-    data: memoryview = flat.numpy().data
+    if not tensor.numel():
+        return
+    # The stride of a dimension of size 1 may be anything, and would be in the way of `view`.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    data: memoryview = flat.view(torch.uint8).numpy().data
     for start in range(0, len(data), CHUNK):
         yield data[start : start + CHUNK]

@@ -206,7 +206,7 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], where: str) -> C
         odd = sorted(checksums.keys() ^ tensors.keys())[:3]
         raise CheckpointError(f"{where}: every tensor has one checksum, but not {odd}. The metadata is another file's.")
     for alias, name in tied.items():
-        if alias in tensors or name not in tensors:
+        if alias in tensors or not isinstance(name, str) or name not in tensors:
             raise CheckpointError(
                 f"{where}: {alias!r} is tied to {name!r}, but a tied name stands for a tensor of the file, and is none "
                 "itself. The metadata is damaged or another file's."
@@ -226,7 +226,7 @@ def _encoding(entry: object, name: str, tensors: dict[str, Stored], where: str) 
     stored = tensors.get(name)
     if stored is None or not _fits(stored, chosen, shape):
         raise CheckpointError(
-            f"{where}: {name!r} is said to be {chosen.spec!r} of shape {list(shape)}, but the file holds "
+            f"{where}: {name!r} is said to be {chosen.spec!r} of shape {_short(list(shape))}, but the file holds "
             f"{'nothing of that name' if stored is None else f'{NAMES[stored.dtype]} {list(stored.shape)}'}. "
             "The metadata is another file's."
         )
@@ -238,7 +238,7 @@ def _codec(spec: Any, name: str, where: str) -> Codec:
         return codec(spec)
     except (NarrowcastError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
-            f"{where}: {name!r} has a codec that cannot be made: {error} It comes from a later narrowcast, or is "
+            f"{where}: {name!r} has a codec that cannot be made: {str(error)[:200]} It comes from a later narrowcast, or is "
             "damaged."
         ) from error
 

@@ -67,6 +67,10 @@ class Checkpoint:
         self.path = path
         self.files = files
         self.file_of: dict[str, File] = {}
+        self.stored: dict[str, Stored] = {}
+        """Every tensor, as the files hold it."""
+        self.encodings: dict[str, Encoding] = {}
+        """What the encoded ones stand for, tied names included."""
         self.tied: dict[str, str] = {}
         self.user: dict[str, Any] = {}
         for file in files:
@@ -79,20 +83,12 @@ class Checkpoint:
                     f"{self.path}: {name!r} is in {file.path.name} and in another file, too. The files are of "
                     "different saves. Save or download all of them again."
                 )
-        self.file_of.update(dict.fromkeys(file.contents.tensors, file))
-        self.tied.update(file.contents.tied)
-        self.user.update(file.contents.user)
-
-    @property
-    def stored(self) -> dict[str, Stored]:
-        """Every tensor, as the files hold it."""
-        return {name: file.contents.tensors[name] for name, file in self.file_of.items()}
-
-    @property
-    def encodings(self) -> dict[str, Encoding]:
-        """What the encoded ones stand for, tied names included."""
-        own = {name: encoding for file in self.files for name, encoding in file.contents.encodings.items()}
-        return own | {alias: own[name] for alias, name in self.tied.items() if name in own}
+        own, tied = file.contents.encodings, file.contents.tied
+        self.file_of |= dict.fromkeys(file.contents.tensors, file)
+        self.stored |= file.contents.tensors
+        self.encodings |= own | {alias: own[name] for alias, name in tied.items() if name in own}
+        self.tied |= tied
+        self.user |= file.contents.user
 
     def tensor(self, name: str) -> Tensor:
         """One tensor as it is stored, mapped; nothing else of its file is."""

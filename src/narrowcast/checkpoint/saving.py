@@ -87,7 +87,8 @@ def plan(state: Mapping[str, Tensor | EncodedRows]) -> tuple[list[Entry], dict[s
         tensor = value.data if isinstance(value, EncodedRows) else value
         encoding = Encoding(value.codec, value.shape, value.dtype) if isinstance(value, EncodedRows) else None
         _check_tensor(tensor, name)
-        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), encoding)
+        read_as = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg(), encoding
+        key = (tensor.device, tensor.data_ptr(), *read_as)
         if tensor.numel() and key in seen:
             tied[name] = seen[key]
             continue
