@@ -137,7 +137,7 @@ def _encode(weight: Weight, codec: Codec) -> Entry:
     rows = encode_rows(floats, codec, lead=slot.lead)
     entry = Entry(
         name=slot.key,
-        kind=type(slot.module).__name__,
+        kind=_kind(slot.module).__name__,
         shape=tuple(rows.shape),
         codec=codec.spec,
         bytes_before=floats.numel() * floats.element_size(),
@@ -147,6 +147,11 @@ def _encode(weight: Weight, codec: Codec) -> Entry:
     )
     place(weight, rows)
     return entry
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """The float class: an attention or experts may be encoded already, but for this weight."""
+    return module._float_class if isinstance(module, Encoded) else type(module)
 
 
 def place(weight: Weight, rows: EncodedRows) -> None:

@@ -103,7 +103,7 @@ def survey(model: nn.Module) -> Survey:
     read_by_parent = _read_by_parent(model)
     for module, known in names.items():
         for parameter, weight in module._parameters.items():
-            if weight is None or (not is_lazy(weight) and weight.dim() < 2):
+            if weight is None or parameter == "bias" or (not is_lazy(weight) and weight.dim() < 2):
                 continue
             found = _slot(module, parameter, weight, tuple(known), read_by_parent)
             if isinstance(found, Slot):
@@ -145,11 +145,11 @@ def _slot(
 
 
 def _expert_slot(module: nn.Module, parameter: str, weight: Tensor, names: tuple[str, ...]) -> Slot | str:
-    kind = type(module)
+    kind = module._float_class if isinstance(module, Encoded) else type(module)
     if kind.__module__.split(".")[0] == "torch":
         return f"torch.nn.{kind.__name__} has no encoded form"
     if weight.dim() != 3:
-        return f"{kind.__name__} holds it itself: only 3-D weights of experts have an encoded form there"
+        return f"held by {kind.__name__} itself, where only 3-D weights have an encoded form"
     if min(weight.shape) < 2:
         return f"shape {list(weight.shape)} is no stack of matrices"
     if isinstance(module, Encoded):
