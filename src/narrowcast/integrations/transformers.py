@@ -4,7 +4,8 @@
     model.save_pretrained(other)                             # rows as they are, the codec of each weight in config.json
     model = AutoModelForCausalLM.from_pretrained(other)      # the same bytes: nothing is quantized again
 
-Importing this module registers the method under the name "narrowcast"; folders that `narrowcast quantize` wrote load, too.
+Importing this module registers the method under the name "narrowcast". Folders that `narrowcast quantize` wrote load,
+too; a weight that was encoded there and that the model has no encoded form for is decoded.
 
 While a float checkpoint loads, each weight is encoded as it arrives and its floats are let go, so that memory holds the
 rows of the model and the floats of one weight. By transformers' habit the output head, weights tied to it, embeddings
@@ -27,9 +28,9 @@ from narrowcast.codecs.rules import CodecLike, compile_rules
 from narrowcast.errors import QuantizeError, SpecError, StateDictError
 from narrowcast.nn import adopt, dequantize_, encodings
 from narrowcast.nn.convert import finish, place
-from narrowcast.nn.encoded import Encoded
+from narrowcast.nn.encoded import Encoded, become, hold
 from narrowcast.nn.slots import Weight, survey
-from narrowcast.payload import Encoding, encode_rows
+from narrowcast.payload import EncodedRows, Encoding, encode_rows
 
 try:
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -47,12 +48,12 @@ METHOD = "narrowcast"
 logger = logging.get_logger(__name__)
 
 
-@register_quantization_config(METHOD)  # type: ignore[untyped-decorator]
+@register_quantization_config(METHOD)
 class NarrowcastConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Which codec each weight of a transformers model gets.
 
-    `rules` maps regular expressions, searched for in module names, to codecs or None: the first that matches decides, and
-    `codec` where none does. `modules_to_not_convert` is transformers' own list of what to leave, before any rule.
+    `rules` maps regular expressions, searched for in module names, to codecs or None: the first that matches decides,
+    and `codec` where none does. `modules_to_not_convert` is transformers' own list of what to leave, before any rule.
     `weights` is filled in when a model has been quantized.
     """
 
@@ -78,7 +79,7 @@ class NarrowcastConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.weights = {name: as_codec(spec).spec for name, spec in (weights or {}).items()}
 
 
-@register_quantizer(METHOD)  # type: ignore[untyped-decorator]
+@register_quantizer(METHOD)
 class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
     """What `from_pretrained` calls on its way."""
 
@@ -89,6 +90,8 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.chosen: dict[str, tuple[Weight, Codec]] = {}
         """The weights to be encoded as they are loaded, by every key that they have."""
+        self.floats: dict[str, Encoding] = {}
+        """Rows to be decoded once they are loaded, for modules that cannot hold them."""
 
     # -- before: decide on the empty model -----------------------------------------------------------------------
 
@@ -105,8 +108,8 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
         # Behind the user's rules, so that a rule that names one of these decides.
         habits = {f"^{re.escape(name)}$": None for name in left}
         rules = compile_rules({**config.rules, **habits}, config.codec)
-        found = {}
-        for weight in survey(model).weights:
+        found: dict[str, tuple[Weight, Codec]] = {}
+        for weight in _weights(model):
             names = [name for slot in weight.slots for name in slot.known_as()]
             codec = rules.codec_for(*names)
             wanted = all(should_convert_module(name, config.modules_to_not_convert) for name in names)
@@ -124,30 +127,38 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
                 'config.json: quantization_config has no "weights", which says which weights are encoded and how. It '
                 "was edited, or written by something else. Save the model again with save_pretrained, or quantize it."
             )
+        keys = model.state_dict()
         known = {key: weight for weight in survey(model).weights for key in weight.names()}
         found: dict[str, Encoding] = {}
-        for key, name, spec in self._renamed(model, known):
-            slot = known[key].slots[0] if key in known else None
-            shape, dtype = (slot.shape(), slot.float_weight().dtype) if slot else (torch.Size(), torch.float32)
-            encoding = Encoding(as_codec(spec), shape, dtype)
-            if found.setdefault(key, encoding) != encoding:
+        for key, name, spec in self._renamed(model, keys):
+            shape = known[key].slots[0].shape() if key in known else keys[key].shape
+            encoding = Encoding(as_codec(spec), shape, keys[key].dtype)
+            into = found if key in known else self.floats
+            if into.setdefault(key, encoding) != encoding:
                 raise StateDictError(
                     f"config.json: {name!r} is {spec!r}, and another weight that transformers merges with it into "
-                    f"{key!r} is {found[key].codec.spec!r}. Quantize them with one codec: a rule that matches both."
+                    f"{key!r} is {into[key].codec.spec!r}. Quantize them with one codec: a rule that matches both."
                 )
+        # Files hold a tied weight once; the modules that get it from there must hold rows, too.
+        for weight in _weights(model):
+            stored = [found[key] for key in weight.names() if key in found]
+            found |= dict.fromkeys(weight.names(), stored[0]) if stored else {}
         return found
 
-    def _renamed(self, model: Any, known: Mapping[str, Weight]) -> Iterable[tuple[str, str, str]]:
+    def _renamed(self, model: Any, keys: Mapping[str, Tensor]) -> Iterable[tuple[str, str, str]]:
         """Each name of `config.weights` as the key that the loader will give it, the name, and its codec."""
         mapping = get_model_conversion_mapping(model) or []
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        keys = model.state_dict()
         for name, spec in self.quantization_config.weights.items():
-            key = name if name in known or name.endswith("weight") or f"{name}.weight" not in known else f"{name}.weight"
-            if key not in known:
-                key, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, keys)
-            yield key, name, spec
+            # Names are tensors', or modules' whose `weight` is meant; the model's own, or those of the files.
+            for known_as in (name, f"{name}.weight"):
+                found, _ = rename_source_key(known_as, renamings, converters, model.base_model_prefix, keys)
+                key = known_as if known_as in keys else found
+                if key in keys:
+                    yield key, name, spec
+                    break
+            # What this model has no place for (the head of another one) transformers reports as unexpected.
 
     # -- during: encode each weight as it arrives ----------------------------------------------------------------
 
@@ -164,17 +175,23 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
     # -- after: look at what was loaded --------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for weight, codec in self.chosen.values():
+            _complete(weight, codec)
+        for key, encoding in self.floats.items():
+            _decode(model, key, encoding)
         finish(model)
         for name, module in model.named_modules():
-            if isinstance(module, Encoded):
-                _check_rows(name, module)
-        self.chosen = {}
+            _check_rows(name, module)
+        self.chosen, self.floats = {}, {}
         self.quantization_config.weights = {name: encoding.codec.spec for name, encoding in encodings(model).items()}
         return model
 
-    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-        dequantize_(model)
-        return model if dtype is None else model.to(dtype)
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a config that was saved has a string
+        for module in model.modules():
+            if isinstance(module, Encoded) and wanted is not None:
+                module._float_dtype = wanted
+        return dequantize_(model)
 
     def is_serializable(self) -> bool:
         return True
@@ -202,7 +219,8 @@ class Encode(ConversionOps):  # type: ignore[misc]
         (value,) = input_dict.values()
         floats = value[0] if isinstance(value, list) else value
         weight, codec = self.quantizer.chosen[full_layer_name]
-        slot = weight.slots[0]
+        # Not yet in the slots tied to this one: where the file has a weight for each, transformers does not tie them.
+        slot = next(slot for slot in weight.slots if full_layer_name in Weight([slot]).names())
         if floats.device.type != "meta" and not all(extreme.isfinite() for extreme in torch.aminmax(floats)):
             raise QuantizeError(
                 f"{full_layer_name}: the weight holds an infinity or a NaN, and a block that does decodes to NaN "
@@ -210,22 +228,65 @@ class Encode(ConversionOps):  # type: ignore[misc]
                 f'weight as it is with rules={{"{slot.names[0]}": None}}.'
             )
         floats = floats.t().contiguous() if slot.transposed else floats
-        rows = encode_rows(floats, codec, lead=slot.lead)
-        place(weight, rows)
+        place(Weight([slot]), encode_rows(floats, codec, lead=slot.lead))
         return {full_layer_name: slot.float_weight()}
 
 
-def _check_rows(name: str, module: Encoded) -> None:
+def _weights(model: Any) -> list[Weight]:
+    """The weights of an empty model, tied ones as one: transformers ties Parameters after they are loaded."""
+    by_key = {key: weight for weight in survey(model).weights for key in weight.names()}
+    for target, source in model.all_tied_weights_keys.items():
+        one, other = by_key.get(target), by_key.get(source)
+        if one is None or other is None:
+            # Nothing else can hold the rows that one of them would hold.
+            for key in (one or other or Weight([])).names():
+                del by_key[key]
+        elif one is not other:
+            merged = Weight([*one.slots, *other.slots])
+            by_key |= dict.fromkeys(merged.names(), merged)
+    return list({id(weight): weight for weight in by_key.values()}.values())
+
+
+def _complete(weight: Weight, codec: Codec) -> None:
+    """Give slots that got their rows by a tie the class for them."""
+    first = next((slot.module for slot in weight.slots if isinstance(slot.module, Encoded)), None)
+    for slot in weight.slots:
+        rows = slot.float_weight()
+        if first is not None and not isinstance(slot.module, Encoded) and rows.dtype == torch.uint8:
+            become(slot.module, slot.target, first._float_dtype)
+            hold(slot.module, slot.parameter, rows, next(iter(first._held.values())))
+
+
+def _decode(model: nn.Module, key: str, encoding: Encoding) -> None:
+    """Put floats in the place of rows."""
+    name, _, parameter = key.rpartition(".")
+    module = model.get_submodule(name)
+    rows = module._parameters[parameter]
+    if rows is not None and rows.dtype == torch.uint8 and rows.shape[:-1] == encoding.shape[: rows.dim() - 1]:
+        weight = EncodedRows(rows.detach(), *encoding).decode()
+        module._parameters[parameter] = nn.Parameter(weight)
+        logger.info(f"{key}: {type(module).__name__} cannot hold encoded rows; decoded from {encoding.codec.spec}.")
+
+
+def _check_rows(name: str, module: nn.Module) -> None:
     """The loader puts any tensor in the place of any other once a model is quantized."""
-    for parameter, held in module._held.items():
-        rows = module._parameters[parameter]
-        assert rows is not None
-        lead = rows.dim() - 1
-        width = held.codec.row_bytes(held.shape[lead:].numel())
-        if rows.dtype != torch.uint8 or rows.shape != (*held.shape[:lead], width):
+    known = module._held if isinstance(module, Encoded) else {}
+    for parameter, rows in module._parameters.items():
+        held = known.get(parameter)
+        if rows is None or (held is None and rows.dtype != torch.uint8):
+            continue
+        if held is not None and not getattr(rows, "_is_hf_initialized", False) and not rows.is_meta:
             raise StateDictError(
-                f"{name}.{parameter}: expected rows of codec {held.codec.spec!r} for a weight of {list(held.shape)}, found "
-                f"{str(rows.dtype).removeprefix('torch.')} {list(rows.shape)}. config.json and the files are of different "
-                "saves; or the weight was encoded without its model as [in, out], as GPT-2 keeps it: quantize that "
-                "model with from_pretrained(..., quantization_config=NarrowcastConfig(...)) instead."
+                f"{name}.{parameter}: config.json lists it among the encoded weights, but no file holds its rows, and "
+                "rows cannot be made up. The folder is incomplete: save or download it again."
+            )
+        lead = rows.dim() - 1
+        fits = held and rows.shape == (*held.shape[:lead], held.codec.row_bytes(held.shape[lead:].numel()))
+        if not fits or rows.dtype != torch.uint8:
+            expected = f"rows of {held.codec.spec!r} for a weight of {list(held.shape)}" if held else "floats"
+            raise StateDictError(
+                f"{name}.{parameter}: expected {expected}, found {str(rows.dtype).removeprefix('torch.')} "
+                f"{list(rows.shape)}. The list of weights in config.json and the files are of different saves; or the "
+                "weight was encoded without its model as [in, out], as GPT-2 keeps it: quantize that model with "
+                "from_pretrained(..., quantization_config=NarrowcastConfig(...)) instead."
             )
