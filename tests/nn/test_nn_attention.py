@@ -183,7 +183,7 @@ def test_what_rules_leave_alone_stays_float_and_right() -> None:
 def test_arguments_that_do_not_fit_are_refused() -> None:
     module, _ = pair(batch_first=True)
     x = torch.randn(N, L, E)
-    with pytest.raises(ShapeError, match="is_causal=True: a hint that attn_mask is the causal mask.*Pass attn_mask="):
+    with pytest.raises(ShapeError, match=r"is_causal=True: a hint that attn_mask is the causal mask.*Pass attn_mask="):
         module(x, x, x, is_causal=True)
     with pytest.raises(ShapeError, match=r"attn_mask: expected \[5, 5\], or one for every head"):
         module(x, x, x, attn_mask=torch.zeros(4, 5))
@@ -232,6 +232,18 @@ def test_the_fast_path_is_back_once_the_model_is_dequantized() -> None:
     nc.quantize_(model)  # a second time changes nothing, and forgets nothing
     nc.dequantize_(model)
     assert (model.use_nested_tensor, layer.activation_relu_or_gelu) == before
+
+
+def test_an_attention_quantized_apart_from_its_layer_keeps_the_fast_path_off_by_itself() -> None:
+    model = encoder()
+    for layer in model.layers:
+        nc.quantize_(layer.self_attn)
+    reference = nc.dequantize_(copy.deepcopy(model))
+    x = torch.randn(N, L, E)
+    with torch.no_grad():
+        assert float((model(x) - reference(x)).abs().max()) <= 4 * TOLERANCE
+        with pytest.raises(ShapeError, match=r"nested.*unless quantize_ was called on it"):
+            model(x, src_key_padding_mask=PADDING)
 
 
 def test_a_whole_transformer_computes_with_the_encoded_weights() -> None:

@@ -434,7 +434,7 @@ def test_each_float_weight_is_let_go_before_the_next_is_encoded(monkeypatch: pyt
 
 
 def test_the_most_memory_in_use_is_the_float_model_and_less_than_one_layer() -> None:
-    # Eight layers of 16 MB. Had floats been kept until the end, the peak would be the 34 MB of all rows above the model.
+    # Eight layers of 16 MB. Were floats kept until the end, the peak would be 34 MB of rows above the model.
     code = """
 import resource, torch, narrowcast as nc
 from torch import nn

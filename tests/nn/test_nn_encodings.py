@@ -154,5 +154,5 @@ def test_a_key_that_does_not_fit_is_refused_and_the_model_left(
 def test_rows_of_another_codec_are_not_replaced(model: nn.Module) -> None:
     described = encodings(model)
     described["conv.weight"] = described["conv.weight"]._replace(codec=nc.codec("int4"))
-    with pytest.raises(StateDictError, match="holds rows of int8 for float32.*not of int4.*dequantize_"):
+    with pytest.raises(StateDictError, match=r"holds rows of int8 for float32.*not of int4.*dequantize_"):
         adopt(model, described)

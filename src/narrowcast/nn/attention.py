@@ -73,6 +73,11 @@ class MultiheadAttention(Encoded):
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out if self.batch_first else out.transpose(0, 1), weights
 
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """What nn.TransformerEncoderLayer asks before it takes its fast path, past this module: never, with rows."""
+        return False
+
     # -- projections: [batch, length, embed_dim] from here on ------------------------------------------------------
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor, batched: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,7 +85,8 @@ class MultiheadAttention(Encoded):
             kinds = ["nested" if x.is_nested else list(x.shape) for x in (query, key, value)]
             raise ShapeError(
                 "query, key, value: expected three tensors of 3 dimensions, or of 2 without a batch, got "
-                f"{', '.join(map(str, kinds))}. Nested tensors only go with unquantized attention: pad them."
+                f"{', '.join(map(str, kinds))}. Nested tensors only go with unquantized attention: pad them. An "
+                "nn.TransformerEncoder makes them unless quantize_ was called on it, or on a model around it."
             )
         if query is key and key is value and self.in_proj_weight is not None:
             packed = self._project(self._batch_first(query, batched), PACKED, slice(None), slice(None))
