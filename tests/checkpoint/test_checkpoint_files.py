@@ -254,7 +254,7 @@ def test_metadata_that_json_cannot_say_is_refused(tmp_path: Path, bad: object) -
 
 def test_metadata_that_makes_the_header_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "HEADER_LIMIT", 1000)
-    with pytest.raises(CheckpointError, match="metadata: the header would take .* reads 1000 at most"):
+    with pytest.raises(CheckpointError, match=r"metadata: the header would take .* reads 1000 at most"):
         save_state({"x": torch.ones(1)}, tmp_path / "x.safetensors", metadata={"long": "x" * 1000})
     assert not [*tmp_path.iterdir()]
 
@@ -323,7 +323,7 @@ def test_while_new_files_appear_the_old_index_is_gone_and_the_folder_is_refused(
     def watched(source: Path, target: Path) -> None:
         seen.append(target.name)
         if seen == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]:
-            with pytest.raises(CheckpointError, match="2 safetensors files and 0 index files.*finish the save"):
+            with pytest.raises(CheckpointError, match=r"2 safetensors files and 0 index files.*finish the save"):
                 load_state(tmp_path)
         replace(source, target)
 

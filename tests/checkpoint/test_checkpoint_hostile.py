@@ -250,7 +250,7 @@ def test_an_index_that_does_not_match_its_files_is_refused(tmp_path: Path, chang
 def test_a_key_that_two_files_hold_is_refused(tmp_path: Path) -> None:
     path = folder(tmp_path / "model")
     save_state({"a": torch.ones(4), "b": torch.zeros(4)}, path / "model-00002-of-00002.safetensors")
-    with pytest.raises(CheckpointError, match="'a' is in model-00002-of-00002.safetensors and in another file"):
+    with pytest.raises(CheckpointError, match=r"'a' is in model-00002-of-00002.safetensors and in another file"):
         load_state(path)
 
 
@@ -351,7 +351,8 @@ def test_a_file_that_claims_to_be_huge_takes_no_memory(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     forged(tmp_path / "d.safetensors", ROWS, tensors={"w": {**W, "shape": [2, 1 << 40]}})
     code = (
-        "import resource, sys; from narrowcast.checkpoint import load_state; from narrowcast.errors import CheckpointError\n"
+        "import resource, sys\n"
+        "from narrowcast.checkpoint import load_state; from narrowcast.errors import CheckpointError\n"
         "import safetensors, torch; load_state(sys.argv[1])\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "for path in sys.argv[2:]:\n"

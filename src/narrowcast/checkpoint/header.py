@@ -238,8 +238,8 @@ def _codec(spec: Any, name: str, where: str) -> Codec:
         return codec(spec)
     except (NarrowcastError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
-            f"{where}: {name!r} has a codec that cannot be made: {str(error)[:200]} It comes from a later narrowcast, or is "
-            "damaged."
+            f"{where}: {name!r} has a codec that cannot be made: {str(error)[:200]} It comes from a later "
+            "narrowcast, or is damaged."
         ) from error
 
 
