@@ -41,6 +41,7 @@ def quantize(
     from narrowcast.checkpoint.conversion import plan_conversion
     from narrowcast.errors import NarrowcastError, SpecError, TargetError
 
+    _check_size(max_shard_size)
     errors = Console(stderr=True)
     try:
         options: dict[str, Any] = {"max_shard_size": max_shard_size, "allow_nonfinite": allow_nonfinite}
@@ -55,6 +56,16 @@ def quantize(
             print(json.dumps(summary))
         else:
             _show(summary, Console())
+
+
+def _check_size(size: str | None) -> None:
+    from narrowcast.checkpoint.saving import size_in_bytes
+    from narrowcast.errors import CheckpointError
+
+    try:
+        size_in_bytes(size or 1)
+    except CheckpointError as error:
+        raise typer.BadParameter(str(error), param_hint="--max-shard-size") from error
 
 
 def _read_rules(path: Path | None) -> dict[str, Any] | None:
