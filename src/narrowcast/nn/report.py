@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from narrowcast.nn.slots import Skip
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One weight that was encoded."""
 
     name: str
@@ -31,7 +30,7 @@ class Entry:
     """Other keys that hold the same rows."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Report:
     """What was encoded, what was not, and which rules decided nothing."""
 
@@ -51,7 +50,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, totals included."""
         return {
-            "entries": [asdict(entry) for entry in self.entries],
+            "entries": [entry._asdict() for entry in self.entries],
             "skips": [skip._asdict() for skip in self.skips],
             "unused_rules": list(self.unused_rules),
             "bytes_before": self.bytes_before,

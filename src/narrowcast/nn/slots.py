@@ -11,7 +11,6 @@ that each can be freed as soon as its module lets go of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -75,8 +74,7 @@ class Skip(NamedTuple):
     reason: str
 
 
-@dataclass
-class Weight:
+class Weight(NamedTuple):
     """One Parameter, and every slot that holds it."""
 
     slots: list[Slot]
