@@ -18,7 +18,7 @@ from torch import Tensor
 from narrowcast import kernels
 from narrowcast.kernels.layout import Format, Recipe, layout, scaling
 
-ABI = 1
+ABI = 2
 ISAS = ("plain", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 LIBRARY = "_narrowcast_core"
@@ -26,6 +26,12 @@ LIBRARY = "_narrowcast_core"
 GRAIN = 1 << 18
 """Elements that are worth a thread of their own. A guess on the safe side, not a measurement."""
 
+
+LINEAR_GRAIN = 1 << 17
+"""Bytes of rows, times vectors that they are multiplied with, that are worth a thread of their own."""
+
+MAX_BATCH = 32
+"""Vectors that rows are multiplied with as they are; for more, decoding them once is worth its while."""
 
 LARGE = 1 << 22
 """Bytes from which on new memory is worth a word to the kernel."""
@@ -81,7 +87,11 @@ def spec(format: Format, peak: float, numel: int, table: int) -> object:
 
 
 class Native:
-    """The four operations on CPU tensors."""
+    """The five operations on CPU tensors.
+
+    `linear` takes fp32, fp16 and bf16 x of up to MAX_BATCH vectors. The bits of a result depend on its row and its x
+    alone: not on the number of threads, nor on the other vectors of the batch.
+    """
 
     def __init__(self, library: ctypes.CDLL, isa: int) -> None:
         self.name = f"native/{ISAS[isa]}"
@@ -94,6 +104,8 @@ class Native:
         self._decode = _function(library, "nc_decode", address, address, i64, i64, address, i32, i64, i32, i32)
         self._sum = _function(library, "nc_sum", *summands, address, i32, i32, i32)
         self._reduce = _function(library, "nc_reduce", *summands, address, i64, i32, i32)
+        factors = (address, address, i64, i64, address, i32, i64, i64)
+        self._linear = _function(library, "nc_linear", *factors, address, i32, address, i64, i32, i32)
 
     def fresh(self, out: Tensor) -> None:
         if out.nbytes >= LARGE:
@@ -143,7 +155,19 @@ class Native:
             _check(self._reduce(*summands, out.data_ptr(), seed, threads, self._isa))
 
     def linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
-        return False
+        batch, numel = x.shape
+        if batch > MAX_BATCH or numel == 0 or x.dtype == torch.float64:
+            return False
+        x, data = _contiguous(x), _contiguous(data)
+        address, dtype = None, 0
+        if bias is not None:
+            bias = bias.contiguous()
+            address, dtype = bias.data_ptr(), DTYPES[bias.dtype]
+        rows = _spec(recipe, numel), data.data_ptr(), data.stride(0), len(data)
+        vectors = x.data_ptr(), DTYPES[x.dtype], x.stride(0), batch
+        threads = _threads(data.numel() * batch, LINEAR_GRAIN)
+        _check(self._linear(*rows, *vectors, address, dtype, out.data_ptr(), out.stride(0), threads, self._isa))
+        return True
 
 
 def load(isa: str = "") -> tuple[Native | None, str]:
@@ -195,8 +219,8 @@ def _contiguous(data: Tensor) -> Tensor:
     return data if data.stride(-1) == 1 else data.contiguous()
 
 
-def _threads(elements: int) -> int:
-    return 1 if elements < 2 * GRAIN else min(torch.get_num_threads(), elements // GRAIN)
+def _threads(work: int, grain: int = GRAIN) -> int:
+    return 1 if work < 2 * grain else min(torch.get_num_threads(), work // grain)
 
 
 def _check(failed: int) -> None:

@@ -1,6 +1,7 @@
 // The C ABI: cuts rows into tasks, gives them to threads, and picks the kernels for this CPU.
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "core.h"
@@ -21,6 +22,14 @@ const Kernels* kernels([[maybe_unused]] int32_t isa) {
     if (isa == 1) return &kernels_avx2;
 #endif
     return &kernels_plain;
+}
+
+const Multiplier* multiplier([[maybe_unused]] int32_t isa) {
+#if defined(__x86_64__)
+    if (isa == 2) return &multiplier_avx512;
+    if (isa == 1) return &multiplier_avx2;
+#endif
+    return &multiplier_plain;
 }
 
 // Denormals count, whatever torch.set_flush_denormal says: the bytes must be the same everywhere.
@@ -119,7 +128,7 @@ int32_t encode_large(const Kernels& k, const Spec& spec, Floats row, uint8_t* ou
 #define NC_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-NC_EXPORT int32_t nc_abi() { return 1; }
+NC_EXPORT int32_t nc_abi() { return 2; }
 
 // The best of plain (0), avx2 (1) and avx512 (2) that this CPU runs.
 NC_EXPORT int32_t nc_best_isa() {
@@ -222,4 +231,29 @@ NC_EXPORT int32_t nc_reduce(const Spec* spec, const uint8_t* data, int64_t strid
                      std::min(size, end - begin), scratch.data(), out, key);
         }
     });
+}
+
+NC_EXPORT int32_t nc_linear(const Spec* spec, const uint8_t* data, int64_t stride, int64_t rows, const void* x, int32_t dtype,
+                            int64_t x_stride, int64_t batch, const void* bias, int32_t bias_dtype, void* out,
+                            int64_t out_stride, int32_t threads, int32_t isa) {
+    const Multiplier& m = *multiplier(isa);
+    try {
+        const int64_t length = m.prepared(*spec);
+        std::unique_ptr<float[]> prepared(new float[size_t(length * batch)]), gain(new float[size_t(batch)]);
+        {
+            KeepDenormals keep;
+            for (int64_t b = 0; b < batch; ++b) {
+                m.prepare(*spec, row_of(x, dtype, x_stride, b), &prepared[size_t(b * length)], &gain[size_t(b)]);
+            }
+        }
+        Product product{data, stride, Floats{x, dtype}, x_stride, batch, prepared.get(), gain.get(),
+                        Floats{bias, bias_dtype}, out, out_stride, kernels(isa)->decode};
+        // A few tasks a thread, so that one that was held up leaves the rest to the others; whole blocks of four rows.
+        int64_t size = threads > 1 ? std::max<int64_t>(4, rows / (8 * threads) / 4 * 4) : rows;
+        return parallel(ceil_div(rows, size), threads, [&](int64_t task) {
+            m.linear(*spec, product, task * size, std::min(rows, (task + 1) * size));
+        });
+    } catch (...) {
+        return 1;
+    }
 }

@@ -67,10 +67,33 @@ struct Kernels {
                    int64_t divisor, int64_t begin, int64_t count, float* scratch, uint8_t* out, uint64_t key);
 };
 
+// One multiplication of vectors x with encoded rows, in the rows' order: out[b, row] = x[b] . row + bias[row].
+struct Product {
+    const uint8_t* data;
+    int64_t stride;
+    Floats x;                // and out's dtype
+    int64_t x_stride, batch;
+    const float* prepared;   // x as `prepare` leaves it, each vector `prepared(spec)` floats
+    const float* gain;       // what each vector's results are to be multiplied with
+    Floats bias;             // data may be null
+    void* out;
+    int64_t out_stride;
+    void (*decode)(const Spec&, const uint8_t* data, int64_t begin, int64_t count, void* out, int32_t dtype);
+};
+
+struct Multiplier {
+    int64_t (*prepared)(const Spec&);
+    void (*prepare)(const Spec&, Floats x, float* out, float* gain);
+    void (*linear)(const Spec&, const Product&, int64_t first, int64_t end);
+};
+
 extern const Kernels kernels_plain;
+extern const Multiplier multiplier_plain;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const Multiplier multiplier_avx2;
+extern const Multiplier multiplier_avx512;
 #endif
 
 // The finalizer of splitmix64; keys for stochastic rounding are chains of it.
