@@ -13,16 +13,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
-from narrowcast import checkpoint
-from narrowcast.checkpoint import Checkpoint, rows_or_tensor
 from narrowcast.errors import CheckpointError, ModelMismatchError
 from narrowcast.nn import adopt, encodings
 from narrowcast.payload import EncodedRows, Encoding
+
+if TYPE_CHECKING:
+    from narrowcast.checkpoint import Checkpoint
 
 Model = TypeVar("Model", bound=nn.Module)
 State = dict[str, Tensor | EncodedRows]
@@ -39,6 +40,8 @@ def save(
 
     `metadata` is anything that JSON can say. The files appear when they are complete, or not at all.
     """
+    from narrowcast import checkpoint
+
     state = state_of(model_or_state) if isinstance(model_or_state, nn.Module) else model_or_state
     checkpoint.save_state(state, path, metadata=metadata, max_shard_size=max_shard_size)
 
@@ -46,7 +49,8 @@ def save(
 def state_of(model: nn.Module) -> State:
     """A model's state dict, in which encoded weights say what they are."""
     known = encodings(model)
-    return {name: rows_or_tensor(tensor, known.get(name)) for name, tensor in model.state_dict().items()}
+    state: dict[str, Tensor] = model.state_dict()
+    return {name: EncodedRows(value, *known[name]) if name in known else value for name, value in state.items()}
 
 
 @overload
@@ -66,6 +70,8 @@ def load(
     `device`: where tensors go; by default where the model has them, or the CPU. `strict=False` leaves alone what only
     one side has. `verify=False` does not read the bytes to compare them with their checksums.
     """
+    from narrowcast import checkpoint
+
     if model is None:
         return checkpoint.load_state(path, device=device, verify=verify)
     if not isinstance(model, nn.Module):

@@ -138,11 +138,6 @@ def read(path: str | Path) -> Checkpoint:
     )
 
 
-def rows_or_tensor(tensor: Tensor, encoding: Encoding | None) -> Tensor | EncodedRows:
-    """A stored tensor as what it stands for."""
-    return tensor if encoding is None else EncodedRows(tensor, *encoding)
-
-
 def load_state(
     path: str | Path, *, device: torch.device | str | None = None, verify: bool = True
 ) -> dict[str, Tensor | EncodedRows]:
@@ -156,7 +151,7 @@ def load_state(
         stored = checkpoint.tied.get(name, name)
         found = moved[stored] if stored in moved else tensor.to(device or "cpu")
         moved[name] = found
-    return {name: rows_or_tensor(tensor, encodings.get(name)) for name, tensor in moved.items()}
+    return {name: EncodedRows(own, *encodings[name]) if name in encodings else own for name, own in moved.items()}
 
 
 def _check_regular(path: Path) -> None:
