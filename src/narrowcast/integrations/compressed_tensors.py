@@ -1,13 +1,16 @@
 """Export to compressed-tensors' pack-quantized format, which vLLM, transformers and others read.
 
-What that format can say: a Linear or an Embedding whose weight is integers of 4 or 8 bits, a scale for each row or for
-each group of columns that divides the row, and a zero point for each scale if need be. So `int4` and `int8` fit, with
+What that format can say: a Linear whose weight is integers of 4 or 8 bits, a scale for each row or for each group of
+columns that divides the row, and a zero point for each scale if need be. So `int4` and `int8` fit, with
 any scale type and with `zero_point=true`; other codecs are refused with an `ExportError`, before anything is written.
 
 The integers are ours, bit for bit. Scales are written as fp32, so that the package decodes a weight to our own fp32
 values exactly (zeros may come back as -0: our scales may be negative). Many programs cast scales to the model's dtype
-when they load them. That changes nothing for the bf16 scales of `int4` in a bf16 model; fp32 scales are rounded
-then, each weight by up to 2**-9 of its value in bf16. `scale_dtype=` does that rounding here instead, in smaller files.
+when they load them. That changes nothing for the bf16 scales of `int4` in a bf16 model; fp32 scales are rounded then,
+each weight by up to 2**-8 of its value in bf16. `scale_dtype=` does that rounding here instead, in smaller files.
+
+Encoded embeddings, GPT-2's Conv1D and tied weights are refused, too: programs that read the format look for packed
+weights in Linear modules.
 """
 
 from __future__ import annotations
@@ -22,9 +25,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from narrowcast.checkpoint.selection import module_name
 from narrowcast.errors import ExportError
-from narrowcast.kernels.layout import Element, layout
+from narrowcast.kernels.layout import ROW, Element, layout
 from narrowcast.kernels.reference import scale_value, unpack
+from narrowcast.models import load, state_of
+from narrowcast.nn import Embedding, Linear
 from narrowcast.payload import EncodedRows
 from narrowcast.sensitivity.statistics import tiles
 
@@ -104,7 +110,9 @@ def packed(name: str, rows: EncodedRows, scale_dtype: torch.dtype = torch.float3
     }
     if not scheme.symmetric:
         zeros = rows.data[:, where.zeros_offset : where.zeros_offset + where.groups].to(torch.int16) - half
-        found[f"{name}_zero_point"] = pack_to_int32(zeros.to(torch.int8), bits, packed_dim=0)
+        found[f"{name}_zero_point"] = pack_to_int32(zeros.to(torch.int8), bits, packed_dim=0).clone(
+            memory_format=torch.contiguous_format
+        )
     return found
 
 
@@ -112,7 +120,7 @@ def _scheme(name: str, rows: EncodedRows) -> Scheme:
     codec, format = rows.codec, rows.codec.format
     if len(rows.shape) != 2 or not name.endswith("weight"):
         raise ExportError(
-            f"{name}: pack-quantized holds the 2-D weights of Linear and Embedding modules, and this one is "
+            f"{name}: pack-quantized holds the 2-D weights of Linear modules, and this one is "
             f"{list(rows.shape)}. {_leave_out(name)}"
         )
     if format.element not in (Element.INT, Element.AFFINE) or format.bits not in WIDTHS:
@@ -128,21 +136,21 @@ def _scheme(name: str, rows: EncodedRows) -> Scheme:
             f"{name}: its rows of {rows.numel} are not a whole number of blocks of {where.group_size}, and "
             f'pack-quantized has no short blocks. Quantize it with "{codec.name}:{other}", for one. {_leave_out(name)}'
         )
-    return Scheme(format.bits, where.group_size if where.groups > 1 else None, not format.affine)
+    # A block that is longer than the row is one scale per row, as is block=row.
+    grouped = format.block != ROW and rows.numel % where.group_size == 0
+    return Scheme(format.bits, where.group_size if grouped else None, not format.affine)
 
 
 def _leave_out(name: str) -> str:
-    return f'Or leave it as it is, with the rule {{"{name.removesuffix(".weight")}": None}} in quantize_.'
+    return f'Or leave it as it is, with the rule {{"{module_name(name)}": None}} in quantize_.'
 
 
 def _describe(state: State, schemes: Mapping[str, Scheme], linears: set[str] | None) -> dict[str, Any]:
     """The `quantization_config` of a config.json."""
     groups: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
-        groups.setdefault(scheme, []).append(name.removesuffix(".weight"))
-    left = {
-        name.removesuffix(".weight") for name, value in state.items() if isinstance(value, Tensor) and value.dim() == 2
-    }
+        groups.setdefault(scheme, []).append(module_name(name))
+    left = {module_name(name) for name, value in state.items() if isinstance(value, Tensor) and value.dim() == 2}
     made = {}
     for number, (scheme, names) in enumerate(groups.items()):
         # "Linear" stands for all of them, as most programs that read such folders expect; with several schemes, or
@@ -167,4 +175,49 @@ def _describe(state: State, schemes: Mapping[str, Scheme], linears: set[str] | N
 
 def _open(source: Any) -> tuple[State, dict[str, Any], set[str] | None]:
     """What `export` was given, as a state, a transformers config, and the names of all Linear modules if known."""
-    raise NotImplementedError
+    if isinstance(source, torch.nn.Module):
+        return _untied(state_of(source)), _config(source), _linears(source)
+    if isinstance(source, Mapping):
+        return _untied(source), {}, None
+    file = Path(source) / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    return _untied(load(source)), {key: value for key, value in config.items() if key != "quantization_config"}, None
+
+
+def _config(model: Any) -> dict[str, Any]:
+    if not hasattr(getattr(model, "config", None), "to_dict"):
+        return {}
+    config: dict[str, Any] = json.loads(json.dumps(model.config.to_dict(), default=str))
+    config.pop("quantization_config", None)
+    return {**config, "architectures": [type(model).__name__]}
+
+
+def _linears(model: torch.nn.Module) -> set[str]:
+    found = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Embedding) or (isinstance(module, Linear) and module._held["weight"].transposed):
+            kind = "an Embedding" if isinstance(module, Embedding) else "a Conv1D, with a weight of [in, out],"
+            raise ExportError(
+                f"{name}: is {kind} in the float model, and programs that read pack-quantized read Linear modules. "
+                f"{_leave_out(name)}"
+            )
+        if isinstance(module, (torch.nn.Linear, Linear)):
+            found.add(name)
+    return found
+
+
+def _untied(state: State) -> State:
+    """The state without the second names of tied floats. Rows that are tied have no place in the format."""
+    seen: dict[tuple[int, torch.Size, torch.dtype], str] = {}
+    kept: dict[str, Tensor | EncodedRows] = {}
+    for name, value in state.items():
+        data = value.data if isinstance(value, EncodedRows) else value
+        first = seen.setdefault((data.data_ptr(), data.shape, data.dtype), name) if data.numel() else name
+        if first == name:
+            kept[name] = value
+        elif isinstance(value, EncodedRows):
+            raise ExportError(
+                f"{first} and {name} are one tied weight, and pack-quantized cannot tie packed weights. "
+                f"{_leave_out(name)} Or untie them before quantizing."
+            )
+    return kept
