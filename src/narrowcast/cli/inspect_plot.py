@@ -21,8 +21,8 @@ ROW = 0.22
 """Inches per weight: as tall as a label in the smallest size that is still read easily."""
 
 
-def draw(weights: Sequence[Statistics], found: Plan | None, path: Path) -> None:
-    """Draw the signal-to-noise ratio of every weight in every codec."""
+def draw(weights: Sequence[Statistics], found: Plan | None, path: Path) -> Figure:
+    """Draw the signal-to-noise ratio of every weight in every codec into a file."""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise PlotError(f"--plot {str(path)!r}: a figure is written as .png, .svg or .pdf. Give one of these endings.")
     specs = list(weights[0].noise) if weights else []
@@ -47,3 +47,4 @@ def draw(weights: Sequence[Statistics], found: Plan | None, path: Path) -> None:
     axes.grid(axis="both", linewidth=0.4, alpha=0.6, zorder=0)
     figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=130)
+    return figure

@@ -1,8 +1,7 @@
 """The weights of a checkpoint as `narrowcast inspect` sees them: matrices of rows, read a few rows at a time.
 
-A floating tensor of two or more dimensions that is some module's `weight`, or one of three under another name (fused
-experts), can be quantized, in the rows that `narrowcast quantize` gives it; what is encoded already is decoded as it is
-read. Files are mapped: memory holds the rows that are being looked at.
+They are the tensors that `narrowcast quantize` would encode without rules, in the same rows, and those that are encoded
+already, which are decoded as they are read. Files are mapped: memory holds the rows that are being looked at.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from narrowcast.checkpoint.reading import Checkpoint, read
+from narrowcast.checkpoint.selection import choose, module_name
 from narrowcast.codecs import Codec
-
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+from narrowcast.codecs.rules import compile_rules
 
 
 class Weight(NamedTuple):
@@ -38,7 +37,7 @@ class Weight(NamedTuple):
     @property
     def module(self) -> str:
         """The name that rules are matched against."""
-        return self.name.removesuffix(".weight")
+        return module_name(self.name)
 
 
 def weights_in(path: Path) -> tuple[list[Weight], int]:
@@ -54,19 +53,12 @@ def _weight(checkpoint: Checkpoint, name: str) -> Weight | None:
         rows, columns = math.prod(stored.shape[:-1]), math.prod(encoding.shape[len(stored.shape) - 1 :])
         opener = partial(_encoded, checkpoint, name, encoding.codec, columns)
         return Weight(name, tuple(encoding.shape), encoding.dtype, encoding.codec, rows, columns, opener)
-    lead = _lead(name, stored.shape)
-    if stored.dtype not in FLOATS or lead is None:
+    choice = choose(name, stored, compile_rules(None, "int8"))
+    if choice.codec is None:
         return None
-    rows, columns = math.prod(stored.shape[:lead]), math.prod(stored.shape[lead:])
+    rows, columns = math.prod(stored.shape[: choice.lead]), math.prod(stored.shape[choice.lead :])
     opener = partial(_plain, checkpoint, name, rows, columns)
     return Weight(name, stored.shape, stored.dtype, None, rows, columns, opener)
-
-
-def _lead(name: str, shape: tuple[int, ...]) -> int | None:
-    """How many dimensions count rows; None where the tensor is no weight."""
-    if len(shape) >= 2 and (name == "weight" or name.endswith(".weight")):
-        return 1
-    return 2 if len(shape) == 3 else None
 
 
 def _plain(checkpoint: Checkpoint, name: str, rows: int, columns: int) -> Callable[[int, int], Tensor]:
