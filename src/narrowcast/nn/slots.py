@@ -25,6 +25,7 @@ from narrowcast.nn.embedding import Embedding
 from narrowcast.nn.encoded import Encoded
 from narrowcast.nn.experts import experts_class
 from narrowcast.nn.linear import Linear
+from narrowcast.nn.readers import read_past_module
 
 TARGETS: dict[type[nn.Module], type[Encoded]] = {
     target.float_class: target for target in (Linear, Embedding, Conv1d, Conv2d, Conv3d, MultiheadAttention)
@@ -98,12 +99,12 @@ def survey(model: nn.Module) -> Survey:
         names.setdefault(module, []).append(name)
     slots: dict[int, list[Slot]] = {}
     skips: dict[int, list[Skip]] = {}
-    read_by_parent = _read_by_parent(model)
+    read = _read_by_parent(model)
     for module, known in names.items():
         for parameter, weight in module._parameters.items():
             if weight is None or parameter == "bias" or (not is_lazy(weight) and weight.dim() < 2):
                 continue
-            found = _slot(module, parameter, weight, tuple(known), read_by_parent)
+            found = _slot(module, parameter, weight, tuple(known), read.get((module, parameter), ""))
             if isinstance(found, Slot):
                 slots.setdefault(id(weight), []).append(found)
             else:
@@ -122,15 +123,15 @@ def join(module: str, parameter: str) -> str:
     return f"{module}.{parameter}" if module else parameter
 
 
-def _slot(
-    module: nn.Module, parameter: str, weight: Tensor, names: tuple[str, ...], read_by_parent: dict[nn.Module, str]
-) -> Slot | str:
-    """The slot, or why there is none."""
+def _slot(module: nn.Module, parameter: str, weight: Tensor, names: tuple[str, ...], read: str) -> Slot | str:
+    """The slot, or why there is none; `read` says who reads the weight past its module."""
     if isinstance(module, Encoded) and parameter in module._held:
         return f"already encoded, in {module._held[parameter].codec.spec}"
-    why = _unfit(weight) or _changed(module) or read_by_parent.get(module, "")
+    why = _unfit(weight) or _changed(module)
     if why:
         return why
+    if read and (isinstance(module, tuple(TARGETS)) or _is_transposed_linear(module)):
+        return f"{read} reads it past its module"
     if _is_transposed_linear(module) and parameter == "weight":
         return Slot(module, parameter, Linear, names, transposed=True)
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
@@ -184,13 +185,13 @@ def _changed(module: nn.Module) -> str:
     return ""
 
 
-def _read_by_parent(model: nn.Module) -> dict[nn.Module, str]:
-    """Modules whose weight is read by another one that cannot know of rows: subclasses of torch's attention."""
-    return {
-        module.out_proj: f"{type(module).__name__}.forward reads it past its module"
-        for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention) and _changed(module)
-    }
+def _read_by_parent(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
+    """Parameters that are read by another module, which cannot know of rows."""
+    found = read_past_module(model)
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention) and _changed(module):  # torch's own code, in a subclass
+            found[module.out_proj, "weight"] = type(module).__name__
+    return found
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:
