@@ -3,8 +3,8 @@
 A model may use a layer's weight without calling the layer: to multiply with it in a way of its own, or only to cast its
 input to `self.proj.weight.dtype`. Encoded rows would break it, and a cast to uint8 destroys activations. So the code of
 a model's own classes is searched for such reads: `forward` and the methods that it may call, for chains of attributes
-that lead from the module to a parameter of one of its children. Where a read is hidden behind a variable or an index, it
-is not found, and the layer refuses what it is given instead.
+that lead from the module to a parameter of one of its children. Where a read hides behind a variable or an index, it is
+not found, and the layer refuses what it is given instead.
 """
 
 from __future__ import annotations
