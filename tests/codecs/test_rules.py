@@ -33,8 +33,8 @@ def test_a_default_of_none_leaves_what_no_rule_matches() -> None:
 
 
 def test_a_codec_may_be_a_codec_or_a_mapping() -> None:
-    rules = compile_rules({"a": nc.codec("nf4"), "b": {"name": "int4", "block": 64}}, nc.codec("int3"))
-    assert [codec.spec for name in "abc" if (codec := rules.codec_for(name))] == ["nf4", "int4:block=64", "int3"]
+    rules = compile_rules({"a": nc.codec("nf4"), "b": {"name": "int4", "block": 32}}, nc.codec("int3"))
+    assert [codec.spec for name in "abc" if (codec := rules.codec_for(name))] == ["nf4", "int4:block=32", "int3"]
 
 
 def test_rules_that_decided_nothing_are_listed_in_order() -> None:
@@ -46,8 +46,8 @@ def test_rules_that_decided_nothing_are_listed_in_order() -> None:
 
 
 def test_rules_are_plain_values_again() -> None:
-    rules = compile_rules({"a": {"name": "int4", "block": 64}, "b": None, "c": False}, "int8")
-    assert rules.config() == {"a": "int4:block=64", "b": None, "c": None}
+    rules = compile_rules({"a": {"name": "int4", "block": 32}, "b": None, "c": False}, "int8")
+    assert rules.config() == {"a": "int4:block=32", "b": None, "c": None}
     assert compile_rules(rules.config(), "int8").config() == rules.config()
 
 
