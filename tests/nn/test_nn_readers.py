@@ -95,6 +95,15 @@ def test_a_weight_that_forward_reads_itself_is_left_alone(kind: type[Base], left
     assert float((mine - other).abs().max()) <= 32 * 2.0**-24 * max(1.0, float(other.abs().max()))
 
 
+def test_a_read_in_a_long_function_is_found() -> None:
+    # More than 256 names, so that instructions need a prefix for those behind.
+    lines = "\n    ".join(f"x = getattr(x, 'no', x) or x.name_{i}" for i in range(300))
+    space: dict[str, Any] = {}
+    exec(f"def forward(self, x):\n    {lines}\n    return x @ self.a.weight", space)
+    model = type("Long", (Base,), {"forward": space["forward"]})()
+    assert set(read_past_module(model)) == {(model.a, "weight")}
+
+
 def test_asking_for_the_device_is_no_read() -> None:
     assert {name for _, name in read_past_module(Plain())} == {"bias"}
 

@@ -77,7 +77,7 @@ def _chains(code: CodeType) -> Iterator[list[str]]:
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             chain.append(str(instruction.argval))
-        elif chain:
+        elif chain and instruction.opname != "EXTENDED_ARG":  # which stands before a name in a long function
             yield chain
             chain = []
     if chain:
