@@ -1,11 +1,11 @@
-"""Linear layers on encoded weights on a GPU: first their numbers against fp64, then their time against rivals and the limit.
+"""Linear layers on encoded weights on a GPU: first their numbers against fp64, then their time against the limit.
 
     PYTHONPATH=src python3 bench/gpu_linear.py             checks, then times batches 1, 8 and 16 at four shapes
-    PYTHONPATH=src python3 bench/gpu_linear.py --sweep     tries other cuts of the work for the formats that have a target
+    PYTHONPATH=src python3 bench/gpu_linear.py --sweep     tries other cuts of the work
     ... --skip-check   --json PATH (default: $OUT/gpu_linear.json where OUT is set)
 
-The limit is reading the encoded weights at the read bandwidth measured in the same run. Weights rotate past the L2 cache,
-and calls are replayed as a CUDA graph. Exits with 1 if a number is outside its bound.
+The limit is reading the encoded weights at the read bandwidth measured in the same run. Weights rotate past the L2
+cache, and calls are replayed as a CUDA graph. Exits with 1 if a number is outside its bound.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import narrowcast as nc
-from narrowcast.kernels import gpu_linear, nvrtc
-from narrowcast.kernels.nvrtc import Int
+from narrowcast.kernels import gpu_linear, gpu_linear_tiles, nvrtc, reference
+from narrowcast.kernels import linear as multiply
+from narrowcast.kernels.layout import Recipe
 
 SHAPES = ((4096, 4096), (22016, 4096), (32000, 4096), (4096, 11008))
 CODECS = ("int8:block=row", "int8", "int4:block=128", "int4", "nf4", "apot4", "fp8_e4m3")
@@ -33,10 +35,10 @@ extern "C" __global__ void read_all(const uint4* p, unsigned* out, long long n) 
     unsigned sum = 0;
     long long step = (long long)gridDim.x * blockDim.x;
     long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    for (; i + 7 * step < n; i += 8 * step) {
+    for (; i < n; i += 8 * step) {
         uint4 v[8];
         #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = __ldcs(p + i + j * step);
+        for (int j = 0; j < 8; ++j) v[j] = i + j * step < n ? __ldcs(p + i + j * step) : make_uint4(0, 0, 0, 0);
         #pragma unroll
         for (int j = 0; j < 8; ++j) sum ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
     }
@@ -70,7 +72,8 @@ def read_bandwidth() -> float:
     """Bytes a microsecond, from a kernel that does nothing but read 1 GiB."""
     path = Path("/tmp/read_all.cu")
     path.write_text(READ)
-    big, out = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    big = torch.randint(0, 256, (1 << 30,), dtype=torch.uint8, device="cuda")
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
     kernel = nvrtc.function(path, "read_all", (), torch.cuda.current_device())
     units = big.numel() // 16
     best = min(
@@ -90,36 +93,36 @@ def rows_of(codec: nc.Codec, n: int, k: int, count: int = 0) -> Tensor:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def check() -> int:
+FUSED = (
+    *CODECS,
+    *("int8:block=32", "int8:block=64,scale=bf16", "int4:block=32", "int4:block=row", "nf4:block=128", "pot4"),
+    *("int4:block=256,scale=e8m0", "int4:scale=fp16", "fp8_e5m2", "fp8_e4m3:block=128", "apot8"),
+)
+OTHERS = ("int3", "int2", "int8:zero_point=true", "sign", "bf16", "apot5", "int4:block=24", "int6:block=row")
+BATCHES = ((1, True), (1, False), (2, True), (8, True), (13, False), (32, True), (64, True), (65, False))
+
+
+def check(specs: tuple[str, ...]) -> int:
     """How many results are outside their bound."""
     bad = total = 0
-    specs = (*CODECS, "int8:block=32", "int8:block=64,scale=bf16", "int4:block=32", "int4:block=row", "nf4:block=128")
-    specs = (*specs, "int4:block=256,scale=e8m0", "int4:scale=fp16", "fp8_e5m2", "fp8_e4m3:block=128", "apot8", "pot4")
-    specs = (*specs, "int3", "int2", "int8:zero_point=true", "sign", "bf16", "apot5", "int4:block=24", "int6:block=row")
     shapes = ((1, 256), (17, 512), (100, 4096 + 64), (64, 11008), (16, 33 * 8), (5, 100))
     for spec, (n, k), dtype in itertools.product(specs, shapes, (torch.bfloat16, torch.float16, torch.float32)):
         codec = nc.codec(spec)
         torch.manual_seed(n + k)
-        rows = codec.encode(torch.randn(n, k, device="cuda") * 0.02)
-        weight = codec.decode(rows, k, torch.float64)
-        for batch, with_bias in (
-            (1, True),
-            (1, False),
-            (2, True),
-            (8, True),
-            (13, False),
-            (32, True),
-            (64, True),
-            (65, False),
-        ):
+        recipe = codec._recipe(torch.device("cpu"))
+        encoded = reference.encode(torch.randn(n, k) * 0.02, recipe, 0)
+        rows, weight = encoded.cuda(), reference.decode(encoded, k, recipe, torch.float64).cuda()
+        for batch, with_bias in BATCHES:
+            if batch > gpu_linear.BATCH and spec not in ("int8", "int4"):
+                continue
             x = torch.randn(batch, k, device="cuda").to(dtype)
             bias = torch.randn(n, device="cuda").to(dtype) if with_bias else None
             y = codec.linear(x, rows, bias)
             same = torch.equal(y, codec.linear(x, rows, bias))
             exact = x.double() @ weight.t() + (0 if bias is None else bias.double())
             size = x.double().abs() @ weight.abs().t() + (0 if bias is None else bias.double().abs())
-            # k fp32 additions, twice 2**-24 each since tensor cores cut instead of rounding; one rounding of each weight
-            # where x is not fp32; one of the result.
+            # k fp32 additions, twice 2**-24 each since tensor cores cut instead of rounding; one rounding of each
+            # weight where x is not fp32; one of the result.
             eps = torch.finfo(dtype).eps
             bound = (
                 size * (k + 2) * 2.0**-23 + exact.abs() * eps / 2 + (size * eps / 2 if dtype != torch.float32 else 0)
@@ -130,7 +133,7 @@ def check() -> int:
             if not (off <= 1 and same):
                 bad += 1
                 print(
-                    f"WRONG {spec} {n}x{k} {dtype} batch {batch} bias {with_bias}: {off:.3g} times the bound, same {same}"
+                    f"WRONG {spec} {n}x{k} {dtype} batch {batch} bias {with_bias}: {off:.3g} of the bound, same {same}"
                 )
     print(f"{total} results, {bad} outside their bound")
     return bad
@@ -182,7 +185,7 @@ def sweep(limit: float) -> list[dict[str, object]]:
         ("int8", 8),
         ("int4", 8),
     ]
-    jobs += [("int8:block=row", 16), ("int4", 16), ("fp8_e4m3", 1), ("int4", 64), ("int8", 64)]
+    jobs += [("int8:block=row", 16), ("int4", 16), ("fp8_e4m3", 1)]
     for (spec, batch), (n, k) in itertools.product(jobs, SHAPES):
         codec = nc.codec(spec)
         rows = rows_of(codec, n, k)
@@ -194,13 +197,15 @@ def sweep(limit: float) -> list[dict[str, object]]:
         tried = []
         for cut in cuts(base, n):
             try:
-                taken = microseconds(
-                    lambda i, cut=cut: gpu_linear._launch(cut, out, x, rows[i], recipe, None), len(rows), 3
-                )
+                taken = microseconds(partial(launch, cut, out, x, rows, recipe), len(rows), 3)
             except RuntimeError as error:
                 print("skipped", dict(cut.defines), cut.grid, str(error).splitlines()[0])
                 continue
-            keys = {key: value for key, value in cut.defines if key in ("ROWS", "TEAMS", "KS", "UNROLL", "WIDE")}
+            keys = {
+                key: value
+                for key, value in cut.defines
+                if key in ("ROWS", "TEAMS", "KS", "UNROLL", "RESIDENT", "EARLY", "XS")
+            }
             tried.append({"us": taken, "grid": cut.grid, "kernel": cut.name, **keys})
         tried.sort(key=lambda line: line["us"])
         print(f"{spec} batch {batch} {n}x{k}, limit {n * rows.shape[2] / limit:.2f} us")
@@ -210,23 +215,63 @@ def sweep(limit: float) -> list[dict[str, object]]:
     return found
 
 
+def sweep_tiles() -> list[dict[str, object]]:
+    """Triton's tiles of other sizes, and decoding first, for batches that linear.cu leaves."""
+    found: list[dict[str, object]] = []
+    for spec, batch, (n, k) in itertools.product(("int8:block=row", "int4", "nf4"), (32, 64), SHAPES[1:4:2]):
+        codec = nc.codec(spec)
+        rows = rows_of(codec, n, k)
+        x = torch.randn(batch, k, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty(batch, n, device="cuda", dtype=torch.bfloat16)
+        recipe, tried = codec._recipe(x.device), []
+        decoding = partial(decode_first, out, x, rows, recipe)
+        tried.append({"us": microseconds(decoding, len(rows), 3), "way": "decode, cuBLAS"})
+        ways = itertools.product((32, 64, 128), (64, 128), (4, 8), (2, 3, 4))
+        for way in ways:
+            gpu_linear_tiles.TILES[batch] = way
+            try:
+                taken = microseconds(partial(in_tiles, out, x, rows, recipe), len(rows), 3)
+                tried.append({"us": taken, "way": way})
+            except Exception as error:
+                print("skipped", way, str(error).splitlines()[0][:100])
+        tried.sort(key=lambda line: line["us"])
+        print(f"{spec} batch {batch} {n}x{k}", *(f"{line['us']:.1f} {line['way']}" for line in tried[:4]), sep="\n    ")
+        print("    decoding", next(line["us"] for line in tried if line["way"] == "decode, cuBLAS"))
+        found.append({"spec": spec, "batch": batch, "n": n, "k": k, "tried": tried})
+    return found
+
+
+def decode_first(out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
+    multiply._in_tiles(out, x, rows[i], recipe, None)
+
+
+def in_tiles(out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
+    gpu_linear_tiles.launch(out, x, rows[i], recipe, None)
+
+
+def launch(cut: gpu_linear.Cut, out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
+    gpu_linear._launch(cut, out, x, rows[i], recipe, None)
+
+
 def cuts(base: gpu_linear.Cut, n: int) -> list[gpu_linear.Cut]:
     fixed = dict(base.defines)
     made = []
     if base.name == "dot":
-        for rows, teams, parts, unroll in itertools.product((1, 2, 4), (4, 8), (1, 2, 4), (2, 4, 8)):
+        ways = ((4, 4, 2), (2, 8, 2), (2, 4, 4), (4, 4, 4), (4, 8, 1), (4, 8, 2), (2, 8, 4), (8, 4, 2))
+        for (rows, teams, parts), unroll, early, resident in itertools.product(ways, (1, 2), (0, 1), (1024,)):
             threads = 32 * teams * parts
-            if threads > 1024 or rows * unroll > 16:
-                continue
-            for per in sorted({max(1, 1024 // threads), max(1, 2048 // threads), 9999}):
+            for per in (1024, 2048, 1 << 20):
                 defines = fixed | {"ROWS": rows, "TEAMS": teams, "KS": parts, "UNROLL": unroll}
-                grid = min(132 * per, -(-n // (rows * teams)))
+                defines |= {"EARLY": early, "RESIDENT": resident}
+                grid = min(132 * max(1, per // threads), -(-n // (rows * teams)))
                 made.append(base._replace(defines=tuple(defines.items()), grid=grid, threads=threads))
     else:
-        for parts, unroll in itertools.product((2, 4, 8, 16), (1, 2, 4)):
-            for per in (16, 32, 64):
+        for parts, unroll, early, xs in itertools.product((4, 8, 16), (1, 2), (0, 1), (1, 0)):
+            if (fixed["TILES"] and xs) or (early and unroll > 1):
+                continue
+            for per in (32, 1 << 10):
                 grid = min(max(132, 132 * per // parts), -(-n // 16))
-                defines = fixed | {"KS": parts, "UNROLL": unroll}
+                defines = fixed | {"KS": parts, "UNROLL": unroll, "EARLY": early, "XS": xs}
                 made.append(base._replace(defines=tuple(defines.items()), grid=grid, threads=32 * parts))
     return list({(cut.defines, cut.grid): cut for cut in made}.values())
 
@@ -234,11 +279,13 @@ def cuts(base: gpu_linear.Cut, n: int) -> list[gpu_linear.Cut]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--fused", action="store_true", help="check only the formats that linear.cu takes")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep-tiles", action="store_true")
     parser.add_argument("--batches", default="1,8,16,64")
     parser.add_argument("--json", default=os.environ.get("OUT") and f"{os.environ['OUT']}/gpu_linear.json")
     chosen = parser.parse_args()
-    bad = 0 if chosen.skip_check else check()
+    bad = 0 if chosen.skip_check else check(FUSED if chosen.fused else (*FUSED, *OTHERS))
     limit = read_bandwidth()
     found: dict[str, object] = {
         "machine": torch.cuda.get_device_name(),
@@ -248,6 +295,8 @@ def main() -> None:
     print(f"{found['machine']}, torch {torch.__version__}, reads {limit / 1e6:.2f} TB/s")
     if chosen.sweep:
         found["sweep"] = sweep(limit)
+    if chosen.sweep_tiles:
+        found["tiles"] = sweep_tiles()
     found["lines"] = report(limit, [int(batch) for batch in chosen.batches.split(",")])
     if chosen.json:
         Path(chosen.json).write_text(json.dumps(found, indent=1))

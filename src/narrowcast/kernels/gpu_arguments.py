@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 from typing import Any
 
@@ -52,7 +53,7 @@ def formatted(format: Format, tiles: Cut, device: torch.device) -> dict[str, Any
         "WIDTH": tiles.width,
         "ALIGN": tiles.align,
         "EDGE": tiles.edge,
-        "FP8": format.element == Element.E4M3 and _has_fp8(device),
+        "FP8": format.element == Element.E4M3 and has_fp8(device),
     }
 
 
@@ -85,7 +86,7 @@ def summing(
     divisor: int,
 ) -> dict[str, Any]:
     format = recipe.format
-    data, stride = _readable(data)
+    data, stride = readable(data)
     words = tiles.words(format.bits)
     code_size = 4 if words else max(format.bits // 8, 1)
     divide = "no" if divisor == 1 else "multiply" if divisor & (divisor - 1) == 0 else "divide"
@@ -135,7 +136,7 @@ def seen(data: Tensor, size: int) -> Tensor:
     return data.view(INTS[size])
 
 
-def _readable(data: Tensor) -> tuple[Tensor, int]:
+def readable(data: Tensor) -> tuple[Tensor, int]:
     """Rows that start at multiples of 16 bytes, and the bytes from one to the next."""
     count, width = data.shape
     stride = data.stride(0) if count > 1 else width
@@ -145,6 +146,11 @@ def _readable(data: Tensor) -> tuple[Tensor, int]:
     return data, stride
 
 
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 @cache
-def _has_fp8(device: torch.device) -> bool:
+def has_fp8(device: torch.device) -> bool:
     return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.kernels import gpu_kernels, gpu_linear, gpu_plan
-from narrowcast.kernels.gpu_arguments import encoding, ends, formatted, options, places, scale_size, seen, summing
+from narrowcast.kernels.gpu_arguments import encoding, ends, formatted, on, options, places, scale_size, seen, summing
 from narrowcast.kernels.gpu_plan import Cut, Tile, cut, launches, tile_for
 from narrowcast.kernels.layout import Element, Recipe, layout
 
@@ -33,13 +33,13 @@ class Triton:
         if rows.numel() == 0:
             return
         rows = rows if rows.shape[1] == 1 or rows.stride(1) == 1 else rows.contiguous()
-        with _aligned(out) as target, _on(rows.device):
+        with _aligned(out) as target, on(rows.device):
             _encode(target, rows, recipe, seed)
 
     def decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
         if out.numel() == 0:
             return
-        with _contiguous(out) as target, _on(data.device):
+        with _contiguous(out) as target, on(data.device):
             _decode(target, data, recipe, 1, None, -1, 1)
 
     def decode_sum(
@@ -48,7 +48,7 @@ class Triton:
         if out.numel() == 0:
             return
         rank = own_rank if own is not None else -1
-        with _contiguous(out) as target, _on(data.device):
+        with _contiguous(out) as target, on(data.device):
             _decode(target.view(1, -1), data, recipe, len(data), own, rank, divisor)
 
     def reduce(
@@ -71,7 +71,7 @@ class Triton:
             self.encode(out.view(1, -1), total.view(1, -1), recipe, seed)
             return
         rank = own_rank if own is not None else -1
-        with _aligned(out) as target, _on(data.device):
+        with _aligned(out) as target, on(data.device):
             _reduce(target, data, numel, recipe, own, rank, divisor, seed, tile)
 
     def linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
@@ -233,8 +233,3 @@ def _contiguous(out: Tensor) -> Iterator[Tensor]:
     yield target
     if target is not out:
         out.copy_(target)
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import KernelWarning
-from narrowcast.kernels import nvrtc, reference
+from narrowcast.kernels import gpu_linear_tiles, nvrtc, reference
+from narrowcast.kernels.gpu_arguments import on, readable
 from narrowcast.kernels.gpu_codes import INTERPRETED
 from narrowcast.kernels.layout import ROW, Element, Format, Recipe, Scale, layout
 from narrowcast.kernels.nvrtc import Int
 
 SOURCE = Path(__file__).with_name("linear.cu")
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+TRIED = {"EARLY": 0, "PREFETCH": 0, "XS": 1}
 BATCH = 64
 """The largest batch that is multiplied without decoding first."""
 
@@ -51,9 +53,10 @@ def linear(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | 
         return False
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
     cut = None if INTERPRETED else _cut(x, data, recipe, bias)
-    if cut is None:
-        return False
-    _launch(cut, out, x, data, recipe, bias)
+    if cut is not None:
+        _launch(cut, out, x, data, recipe, bias)
+    else:
+        _launch_tiles(out, x, data, recipe, bias)
     return True
 
 
@@ -76,23 +79,22 @@ def plan(codes: int, format: Format, batch: int, n: int, k: int, kind: int, bias
     block = 0 if format.block in (0, ROW) or format.block >= k else format.block
     common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": int(format.scale), "BLOCK": block}
     if codes == INT8 and batch == 1 and block % 16 == 0 and -(-k // 512) * 2048 <= SHARED:
-        few = n * k < 60_000_000 and k > 8192
-        parts, unroll = (2, 4) if few else (1, 8)
-        grid = min(processors * (2 if few else 8), -(-n // 16))
-        defines = common | {"DOT": 1, "ROWS": 2, "TEAMS": 8, "KS": parts, "UNROLL": unroll}
-        return Cut("dot", tuple(defines.items()), grid, 256 * parts, -(-k // 512) * 2048)
-    if kind == 0:
+        rows, teams, parts = 4, 4, 2
+        defines = common | {"DOT": 1, "ROWS": rows, "TEAMS": teams, "KS": parts, "UNROLL": 1, "RESIDENT": 1024} | TRIED
+        grid = min(processors * 8, -(-n // (rows * teams)))
+        return Cut("dot", tuple(defines.items()), grid, 32 * teams * parts, -(-k // 512) * 2048)
+    if kind == 0 or batch > 16:
         return None
-    tiles = 0 if batch == 1 else next(count for count in (1, 2, 4, 8) if batch <= 8 * count)
+    tiles = 0 if batch == 1 else -(-batch // 8)
     wide = next((width for width in (16, 8, 4) if _fits(codes, block, tiles, width)), None)
     if wide is None:
         return None
+    parts = 4 if n * k > 50_000_000 or codes in (BYTES, PAIRS) else 8
+    defines = common | {"WIDE": wide, "TILES": tiles, "KS": parts, "UNROLL": 1, "RESIDENT": 1024} | TRIED
     chunk = 4 * wide * (2 if format.bits == 4 else 1)
-    parts = 4 if n * k > 50_000_000 else 8
-    shared = (0 if tiles else (-(-k // chunk) + 1) * chunk * 2) + (32 << 10 if codes in (BYTES, PAIRS) else 0)
+    shared = 0 if tiles else (-(-k // chunk) + 1) * chunk * 2
     if shared > SHARED:
         return None
-    defines = common | {"WIDE": wide, "TILES": tiles, "KS": parts, "UNROLL": 2 if tiles < 4 else 1}
     return Cut("tile", tuple(defines.items()), min(processors * 32 // parts, -(-n // 16)), 32 * parts, shared)
 
 
@@ -108,13 +110,20 @@ def _launch(cut: Cut, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias
     n, k = len(data), x.shape[1]
     scales = Int(layout(recipe.format, k).scales_offset)
     with torch.cuda.device(x.device):
-        kernel = nvrtc.function(SOURCE, cut.name, cut.defines, x.device.index)
+        kernel = nvrtc.function(SOURCE, cut.name, cut.defines, x.device.index, early=bool(dict(cut.defines)["EARLY"]))
         sizes = (Int(n), Int(k), data.stride(0) if n > 1 else 0, scales)
         if cut.name == "dot":
             kernel(cut.grid, cut.threads, cut.shared, (data, x, out, bias, *sizes))
         else:
             levels = _levels(recipe, x.dtype, x.device)
             kernel(cut.grid, cut.threads, cut.shared, (data, x, out, bias, levels, Int(len(x)), *sizes, x.stride(0)))
+
+
+def _launch_tiles(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:
+    bias = None if bias is None else bias.contiguous()
+    data, _ = readable(data)
+    with on(x.device):
+        gpu_linear_tiles.launch(out, x, data, recipe, bias)
 
 
 def _codes(format: Format) -> int | None:
@@ -125,7 +134,8 @@ def _codes(format: Format) -> int | None:
     return None
 
 
-_tables: dict[object, Tensor | None] = {}
+_tables: dict[object, tuple[Tensor | None, Tensor | None]] = {}
+"""What a codec's table became, and the table: it keeps the memory whose address is part of the key."""
 
 
 def _levels(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Tensor | None:
@@ -135,8 +145,8 @@ def _levels(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Tensor 
         return None
     key = (format.element, format.bits, dtype, device, None if table is None else table.data_ptr())
     if key not in _tables:
-        _tables[key] = _make_levels(recipe, dtype, device)
-    return _tables[key]
+        _tables[key] = _make_levels(recipe, dtype, device), table
+    return _tables[key][0]
 
 
 def _make_levels(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Tensor | None:

@@ -11,7 +11,7 @@
 //   CODES   0 int8, 1 int4, 2 table of bytes (8-bit codes), 3 table of pairs (4-bit codes)
 //   X       0 fp32, 1 fp16, 2 bf16: x and y.   BIAS  -1 none, else the same numbers
 //   SCALE   0 none, 1 fp32, 2 bf16, 3 fp16, 4 e8m0.   BLOCK  elements per scale, 0 where a row has one or none
-//   ROWS, TEAMS, KS, UNROLL, WIDE, TILES: how the work is cut, see below
+//   ROWS, TEAMS, KS, UNROLL, WIDE, TILES: how the work is cut, see below.   RESIDENT  threads that a processor should hold
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -19,7 +19,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-constexpr int AHEAD = UNROLL;  // chunks whose loads are under way together
+constexpr int AHEAD = UNROLL;  // chunks whose loads are under way while one is worked on
 
 __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 select) {
     u32 r;
@@ -35,7 +35,18 @@ __device__ __forceinline__ uint4 stream16(const void* p) {
     return v;
 }
 
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// The next kernel of the stream may start while this one ends, up to its own `after_the_last`: until there a kernel may bring
+// weights nearer (into L2, which sees every write), but neither read nor write anything.
+__device__ __forceinline__ void prefetch(const void* p) {
+    if (PREFETCH) asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+__device__ __forceinline__ void after_the_last() {
+#if __CUDA_ARCH__ >= 900 && EARLY
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 __device__ __forceinline__ float half_value(u32 bits) {
     float f;
@@ -79,89 +90,105 @@ __device__ __forceinline__ float with_bias(float value, const void* bias, int ro
 // A byte of `word`, top bit flipped, under the exponent of 2^23: taking 2^23 + 128 away leaves the integer.
 __device__ __forceinline__ float integer(u32 word, u32 select) { return __uint_as_float(prmt(word, 0x4B000000u, select)) - 8388736.0f; }
 
-__device__ __forceinline__ float4 four(const void* x, int k) {
-    if (X == 0) return *(const float4*)((const float*)x + k);
-    uint2 v = *(const uint2*)((const u16*)x + k);
-    if (X == 1) return make_float4(half_value(v.x & 0xFFFF), half_value(v.x >> 16), half_value(v.y & 0xFFFF), half_value(v.y >> 16));
-    return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xFFFF0000u), __uint_as_float(v.y << 16),
-                       __uint_as_float(v.y & 0xFFFF0000u));
-}
-
-__device__ __forceinline__ float sixteen(uint4 v, const float4* xs) {
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        float4 x = xs[32 * j];
-        u32 q = (&v.x)[j] ^ 0x80808080u;
-        sum = fmaf(integer(q, 0x7440), x.x, sum), sum = fmaf(integer(q, 0x7441), x.y, sum);
-        sum = fmaf(integer(q, 0x7442), x.z, sum), sum = fmaf(integer(q, 0x7443), x.w, sum);
+// Eight elements of x, as fp32.
+__device__ __forceinline__ void eight(const void* x, int at, float4* out) {
+    if (X == 0) {
+        out[0] = *(const float4*)((const float*)x + at), out[1] = *(const float4*)((const float*)x + at + 4);
+        return;
     }
-    return sum;
+    const uint4 v = *(const uint4*)((const u16*)x + at);
+    auto low = [](u32 pair) { return X == 1 ? half_value(pair & 0xFFFF) : __uint_as_float(pair << 16); };
+    auto high = [](u32 pair) { return X == 1 ? half_value(pair >> 16) : __uint_as_float(pair & 0xFFFF0000u); };
+    out[0] = make_float4(low(v.x), high(v.x), low(v.y), high(v.y)), out[1] = make_float4(low(v.z), high(v.z), low(v.w), high(v.w));
 }
 
-// TEAMS teams of KS warps; a team takes ROWS rows at a time, its warps every KS-th chunk of 512 elements, a lane 16 of them.
-extern "C" __global__ __launch_bounds__(TEAMS * KS * 32) void dot(const u8* __restrict__ w, const void* __restrict__ x, void* __restrict__ y,
-                                                            const void* __restrict__ bias, int n, int k, i64 stride, int scales) {
+// What a warp reads of its rows in one chunk of 512 elements: 16 to a lane.
+struct Stage {
+    uint4 codes[ROWS];
+    float scale[ROWS];
+};
+
+// TEAMS teams of KS warps; a team takes ROWS rows at a time, its warps every KS-th chunk.
+extern "C" __global__ __launch_bounds__(TEAMS* KS * 32, RESIDENT / (TEAMS * KS * 32)) void dot(const u8* __restrict__ w, const void* __restrict__ x,
+                                                               void* __restrict__ y, const void* __restrict__ bias, int n, int k,
+                                                               i64 stride, int scales) {
     extern __shared__ float4 xs[];
-    __shared__ float sums[TEAMS][KS][ROWS];
+    __shared__ float sums[2][TEAMS][KS][ROWS];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, team = warp / KS, part = warp % KS;
-    const int chunks = (k + 511) / 512;
-    {  // the first rows start on their way while x is brought in
-        int row = (blockIdx.x * TEAMS + team) * ROWS;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-            for (int at = (part * 32 + lane) * 128; at < k; at += KS * 32 * 128)
-                if (row + r < n) prefetch(w + (row + r) * stride + at);
-    }
-    for (int i = threadIdx.x; i < chunks * 128; i += TEAMS * KS * 32) {
-        int at = (i >> 7) * 512 + (i & 31) * 16 + ((i >> 5) & 3) * 4;
-        xs[i] = at < k ? four(x, at) : make_float4(0, 0, 0, 0);
-    }
-    __syncthreads();
-    for (int base = blockIdx.x * TEAMS * ROWS; base < n; base += gridDim.x * TEAMS * ROWS) {
-        const int row = base + team * ROWS;
-        float sum[ROWS];
-        const u8* rows[ROWS];
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) sum[r] = 0, rows[r] = w + min(row + r, n - 1) * stride;
-        auto step = [&](int c) {
-            uint4 v[ROWS];
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r) v[r] = stream16(rows[r] + c * 512 + lane * 16);
+    const int chunks = (k + 511) / 512, steps = (chunks + KS * AHEAD - 1) / (KS * AHEAD) * AHEAD, many = gridDim.x * TEAMS * ROWS;
+    int next = (blockIdx.x * TEAMS + team) * ROWS, chunk = part;  // what is read next: AHEAD chunks before it is used
+    auto fetch = [&](Stage& stage) {
+        const int at = chunk * 512 + lane * 16;
+        if (at < k && next < n) {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                float s = sixteen(v[r], xs + c * 128 + lane);
-                sum[r] = BLOCK ? fmaf(s, scale_at(rows[r] + scales, (c * 512 + lane * 16) / (BLOCK ? BLOCK : 1)), sum[r]) : sum[r] + s;
+                const u8* row = w + min(next + r, n - 1) * stride;
+                stage.codes[r] = stream16(row + at);
+                if (BLOCK) stage.scale[r] = scale_at(row + scales, at / (BLOCK ? BLOCK : 1));
             }
-        };
-        const int whole = k / 512;
-        int c = part;
-#pragma unroll AHEAD
-        for (; c < whole; c += KS) step(c);
-        if (c < chunks && c * 512 + lane * 16 < k) step(c);
+        }
+        chunk += KS;
+        if (chunk >= steps * KS) chunk = part, next += many;
+    };
+    for (int r = 0; r < ROWS && next + r < n; ++r)
+        for (int at = (part * 32 + lane) * 128; at < k; at += KS * 32 * 128) prefetch(w + (next + r) * stride + at);
+    after_the_last();
+    Stage stages[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) fetch(stages[i]);
+    // Several loads at a time: one after the other, their latency would be most of a small layer's time.
+#pragma unroll 4
+    for (int i = threadIdx.x; i < chunks * 64; i += TEAMS * KS * 32) {
+        const int at = i * 8, place = at / 512 * 128 + at % 16 / 4 * 32 + at % 512 / 16;  // float4 j of lane l at [chunk][j][l]
+        float4 v[2] = {};
+        if (at < k) eight(x, at, v);
+        xs[place] = v[0], xs[place + 32] = v[1];
+    }
+    __syncthreads();
+    int turn = 0;
+    for (int base = blockIdx.x * TEAMS * ROWS; base < n; base += many, turn ^= 1) {
+        float sum[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) sum[r] = 0;
+        for (int step = 0; step < steps; step += AHEAD) {
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                const Stage now = stages[i];
+                fetch(stages[i]);
+                const int c = part + (step + i) * KS;
+                if (c * 512 + lane * 16 >= k) continue;
+                float s[ROWS];
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) s[r] = 0;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float4 v = xs[c * 128 + 32 * j + lane];
+#pragma unroll
+                    for (int r = 0; r < ROWS; ++r) {
+                        const u32 q = (&now.codes[r].x)[j] ^ 0x80808080u;
+                        s[r] = fmaf(integer(q, 0x7440), v.x, s[r]), s[r] = fmaf(integer(q, 0x7441), v.y, s[r]);
+                        s[r] = fmaf(integer(q, 0x7442), v.z, s[r]), s[r] = fmaf(integer(q, 0x7443), v.w, s[r]);
+                    }
+                }
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) sum[r] = BLOCK ? fmaf(s[r], now.scale[r], sum[r]) : sum[r] + s[r];
+            }
+        }
+        const int row = base + team * ROWS;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
             for (int o = 16; o; o >>= 1) sum[r] += __shfl_xor_sync(~0u, sum[r], o);
-            if (!BLOCK) sum[r] *= scale_at(rows[r] + scales, 0);
+            if (lane == 0) sums[turn][team][part][r] = sum[r];
         }
-        if (KS == 1) {
+        if (KS == 1) __syncwarp();
+        else __syncthreads();  // one for each turn will do: the other half of `sums` is written next
+        if (part == 0 && lane < ROWS && row + lane < n) {
+            float total = 0;
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-                if (lane == r && row + r < n) store(y, row + r, with_bias(sum[r], bias, row + r));
-        } else {
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-                if (lane == 0) sums[team][part][r] = sum[r];
-            __syncthreads();
-            const int i = threadIdx.x;
-            if (i < TEAMS * ROWS && base + i < n) {
-                float total = 0;
-#pragma unroll
-                for (int p = 0; p < KS; ++p) total += sums[i / ROWS][p][i % ROWS];
-                store(y, base + i, with_bias(total, bias, base + i));
-            }
-            __syncthreads();
+            for (int p = 0; p < KS; ++p) total += sums[turn][team][p][lane];
+            if (!BLOCK) total *= scale_at(w + (row + lane) * stride + scales, 0);
+            store(y, row + lane, with_bias(total, bias, row + lane));
         }
     }
 }
@@ -173,7 +200,6 @@ constexpr int LANE = WIDE * (NARROW ? 2 : 1);        // elements of a row that o
 constexpr int CHUNK = 4 * LANE;
 constexpr int UNITS = LANE / 8;                      // eight elements are a unit: two mma
 constexpr int GROUPS = BLOCK == 0 || BLOCK >= CHUNK ? 1 : CHUNK / BLOCK;  // blocks in a chunk; above 1 for one column only
-constexpr int COLUMNS = 8 * TILES;                   // TILES 0: one column of x
 
 #if X == 1
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -213,8 +239,24 @@ __device__ __forceinline__ u32 bytes(u32 word, int high) {
     return r;
 }
 
-// The eight elements of one unit as four pairs; `x_pair` orders x alike. Every lane has its own bank of `table`.
-__device__ __forceinline__ void pairs(const u32* words, const u32* table, u32* out) {
+#if CODES >= 2
+// What a byte stands for, once for every lane: each has a bank of its own.
+__shared__ u32 table[256][32];
+#endif
+
+// The entry of byte AT of a word.
+template <int AT>
+__device__ __forceinline__ u32 entry(u32 word, u32 lane) {
+#if CODES >= 2
+    const u32 row = (AT ? word >> (8 * AT - 7) : word << 7) & 0x7F80;  // 128 bytes to an entry
+    return *(const u32*)((const char*)table + (row | lane * 4));
+#else
+    return 0;
+#endif
+}
+
+// The eight elements of one unit as four pairs; `x_pairs` orders x alike.
+__device__ __forceinline__ void pairs(const u32* words, u32 lane, u32* out) {
     if (CODES == 0) {
         u32 a = words[0] ^ 0x80808080u, b = words[1] ^ 0x80808080u;
         out[0] = bytes(a, 0), out[1] = bytes(a, 1), out[2] = bytes(b, 0), out[3] = bytes(b, 1);
@@ -223,13 +265,13 @@ __device__ __forceinline__ void pairs(const u32* words, const u32* table, u32* o
         for (int i = 0; i < 4; ++i) out[i] = nibbles(words[0] >> (4 * i));
     } else if (CODES == 2) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            u32 word = words[i / 2] >> (16 * (i & 1));
-            out[i] = prmt(table[32 * (word & 0xFF)], table[32 * ((word >> 8) & 0xFF)], 0x5410);
+        for (int i = 0; i < 2; ++i) {
+            out[2 * i] = prmt(entry<0>(words[i], lane), entry<1>(words[i], lane), 0x5410);
+            out[2 * i + 1] = prmt(entry<2>(words[i], lane), entry<3>(words[i], lane), 0x5410);
         }
     } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out[i] = table[32 * ((words[0] >> (8 * i)) & 0xFF)];
+        out[0] = entry<0>(words[0], lane), out[1] = entry<1>(words[0], lane);
+        out[2] = entry<2>(words[0], lane), out[3] = entry<3>(words[0], lane);
     }
 }
 
@@ -242,138 +284,137 @@ struct Codes {
     u32 word[WIDE / 4];
 };
 
-__device__ __forceinline__ Codes load(const u8* p, bool there) {
-    Codes c;
-#pragma unroll
-    for (int i = 0; i < WIDE / 4; ++i) c.word[i] = 0;
-    if (there) {
-        if (WIDE == 16) {
-            uint4 v = stream16(p);
-            c.word[0] = v.x, c.word[1 % (WIDE / 4)] = v.y, c.word[2 % (WIDE / 4)] = v.z, c.word[3 % (WIDE / 4)] = v.w;
-        } else if (WIDE == 8) {
-            uint2 v = __ldcs((const uint2*)p);
-            c.word[0] = v.x, c.word[1 % (WIDE / 4)] = v.y;
-        } else {
-            c.word[0] = __ldcs((const u32*)p);
-        }
+__device__ __forceinline__ void load(Codes& c, const u8* p) {
+    if (WIDE == 16) {
+        const uint4 v = stream16(p);
+        c.word[0] = v.x, c.word[1 % (WIDE / 4)] = v.y, c.word[2 % (WIDE / 4)] = v.z, c.word[3 % (WIDE / 4)] = v.w;
+    } else if (WIDE == 8) {
+        const uint2 v = __ldcs((const uint2*)p);
+        c.word[0] = v.x, c.word[1 % (WIDE / 4)] = v.y;
+    } else {
+        c.word[0] = __ldcs((const u32*)p);
     }
-    return c;
 }
 
+// What a lane reads of its two rows in one chunk.
+struct Stage {
+    Codes first, second;
+    float scale, scale_second;
+};
+
 // A team of KS warps takes sixteen rows at a time, each warp every KS-th chunk. In a warp, lane 4 g + t reads rows g and g + 8,
-// elements [t * LANE, (t + 1) * LANE) of the chunk. TILES 0: all eight columns of B are the same x, or, where a chunk holds
-// GROUPS blocks, 8 / GROUPS columns are x in one block and zero in the others, so that the sums of blocks come apart.
-extern "C" __global__ __launch_bounds__(KS * 32) void tile(const u8* __restrict__ w, const u16* __restrict__ x, void* __restrict__ y,
+// elements [t * LANE, (t + 1) * LANE) of the chunk; x comes through L1. TILES 0: all eight columns of B are the same x, or,
+// where a chunk holds GROUPS blocks, 8 / GROUPS columns are x in one block and zero in the others, so that the sums of blocks
+// come apart.
+extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile(const u8* __restrict__ w, const u16* __restrict__ x, void* __restrict__ y,
                                                           const void* __restrict__ bias, const u32* __restrict__ levels, int batch,
                                                           int n, int k, i64 stride, int scales, i64 x_stride) {
-    extern __shared__ uint4 shared[];
-    constexpr int WIDTH = TILES ? COLUMNS : 1;
-    __shared__ float sums[KS][16][WIDTH];
+    extern __shared__ uint4 xs[];
+    constexpr int WIDTH = TILES ? 8 * TILES : 1, SUMS = TILES ? TILES : 2;
+    __shared__ float sums[2][KS][16][WIDTH];
     const int lane = threadIdx.x & 31, part = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    const int chunks = (k + CHUNK - 1) / CHUNK, tiles = (n + 15) / 16;
-    uint4* xs = shared;
-    const u32* table = nullptr;
-    {
-        int row = blockIdx.x * 16 + (lane & 15);
-        if (row < n)
-            for (int at = (part * 2 + (lane >> 4)) * 128; at < (NARROW ? k / 2 : k); at += KS * 256) prefetch(w + row * stride + at);
-    }
-    if (CODES >= 2) {
-        for (int i = threadIdx.x; i < 256 * 8; i += KS * 32) {
-            u32 v = __ldg(levels + i / 8);
-            xs[i] = make_uint4(v, v, v, v);
+    const int chunks = (k + CHUNK - 1) / CHUNK, tiles = (n + 15) / 16, steps = (chunks + KS * AHEAD - 1) / (KS * AHEAD) * AHEAD;
+    int next = blockIdx.x, chunk = part;  // what is read next: AHEAD chunks before it is used
+    auto scales_of = [&](Stage& stage, const u8* row, const u8* other, int at) {
+        const int block = at / (BLOCK ? BLOCK : 1);
+        stage.scale = scale_at(row + scales, block), stage.scale_second = scale_at(other + scales, block);
+    };
+    auto fetch = [&](Stage& stage) {
+        const int at = chunk * CHUNK + t * LANE;
+        if (at < k && next < tiles) {
+            const u8 *row = w + min(next * 16 + g, n - 1) * stride, *other = w + min(next * 16 + g + 8, n - 1) * stride;
+            load(stage.first, row + at / (NARROW ? 2 : 1)), load(stage.second, other + at / (NARROW ? 2 : 1));
+            if (BLOCK && GROUPS > 1) scales_of(stage, row, other, at);
         }
-        table = (const u32*)xs + lane;
-        xs += 256 * 8;
+        if (BLOCK && GROUPS == 1 && chunk < chunks && next < tiles) {  // lanes past the row's end need them too
+            const u8 *row = w + min(next * 16 + g, n - 1) * stride, *other = w + min(next * 16 + g + 8, n - 1) * stride;
+            scales_of(stage, row, other, chunk * CHUNK);
+        }
+        chunk += KS;
+        if (chunk >= steps * KS) chunk = part, next += gridDim.x;
+    };
+    if (blockIdx.x * 16 + (lane & 15) < n)
+        for (int at = (part * 2 + (lane >> 4)) * 128; at < (NARROW ? k / 2 : k); at += KS * 256)
+            prefetch(w + (blockIdx.x * 16 + (lane & 15)) * stride + at);
+    after_the_last();
+    Stage stages[AHEAD] = {};
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) fetch(stages[i]);
+#if CODES >= 2
+#pragma unroll 4
+    for (int i = threadIdx.x; i < 256 * 8; i += KS * 32) {
+        const u32 v = __ldg(levels + i / 8);
+        ((uint4*)table)[i] = make_uint4(v, v, v, v);
     }
-    if (!TILES) {  // x in the order in which lanes want it, zeros to the chunk's end, and one chunk of zeros
+#endif
+    if (!TILES && XS) {  // x in the order in which lanes want it, zeros to the chunk's end, and one chunk of zeros
+#pragma unroll 4
         for (int i = threadIdx.x; i < (chunks + 1) * (CHUNK / 8); i += KS * 32) {
-            int chunk = i / (CHUNK / 8), unit = i % (CHUNK / 8) / 4, at = chunk * CHUNK + (i % 4) * LANE + unit * 8;
+            const int at = i / (CHUNK / 8) * CHUNK + (i % 4) * LANE + i % (CHUNK / 8) / 4 * 8;
             xs[i] = at < k ? x_pairs(*(const uint4*)(x + at)) : make_uint4(0, 0, 0, 0);
         }
     }
-    if (CODES >= 2 || !TILES) __syncthreads();
+    if (CODES >= 2 || (!TILES && XS)) __syncthreads();
     const bool mine = GROUPS == 1 || t * GROUPS / 4 == g * GROUPS / 8;
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const u8* row0 = w + min(tile * 16 + g, n - 1) * stride;
-        const u8* row1 = w + min(tile * 16 + g + 8, n - 1) * stride;
+    int turn = 0;
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
         float total[TILES ? TILES : 1][4] = {};
-        auto step = [&](int c) {
-            const int at = c * CHUNK + t * LANE;
-            const bool there = at < k;
-            const Codes a = load(row0 + c * CHUNK / (NARROW ? 2 : 1) + t * WIDE, there), b = load(row1 + c * CHUNK / (NARROW ? 2 : 1) + t * WIDE, there);
-            float first = 1, second = 1;
-            if (BLOCK) {
-                int block = GROUPS == 1 ? c * CHUNK / (BLOCK ? BLOCK : 1) : min(at, k - 1) / (BLOCK ? BLOCK : 1);
-                first = scale_at(row0 + scales, block), second = scale_at(row1 + scales, block);
-            }
-            float sum[TILES ? TILES : 2][4];
-            if (BLOCK) {
+        for (int step = 0; step < steps; step += AHEAD) {
 #pragma unroll
-                for (int i = 0; i < (TILES ? TILES : 2); ++i)
+            for (int ahead = 0; ahead < AHEAD; ++ahead) {
+                const Stage now = stages[ahead];
+                fetch(stages[ahead]);
+                const int c = part + (step + ahead) * KS, at = c * CHUNK + t * LANE;
+                if (c >= chunks) continue;
+                float sum[SUMS][4] = {};
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) sum[i][j] = 0;
-            }
+                for (int u = 0; u < UNITS; ++u) {
+                    u32 p[4], q[4];
+                    pairs(now.first.word + (NARROW ? u : 2 * u), lane, p), pairs(now.second.word + (NARROW ? u : 2 * u), lane, q);
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) {
-                u32 p[4], q[4];
-                pairs(a.word + (NARROW ? u : 2 * u), table, p), pairs(b.word + (NARROW ? u : 2 * u), table, q);
-                if (!TILES) {
-                    uint4 v = xs[(mine ? c : chunks) * (CHUNK / 8) + u * 4 + t];
-                    float* one = BLOCK ? sum[0] : total[0];
-                    mma(one, p[0], q[0], p[1], q[1], v.x, v.y);
-                    mma(BLOCK ? sum[1 % (TILES ? TILES : 2)] : one, p[2], q[2], p[3], q[3], v.z, v.w);
-                } else {
-#pragma unroll
-                    for (int i = 0; i < TILES; ++i) {
-                        const u16* column = x + min(i * 8 + g, batch - 1) * x_stride + at + u * 8;
-                        uint4 v = there ? x_pairs(__ldg((const uint4*)column)) : make_uint4(0, 0, 0, 0);
+                    for (int i = 0; i < (TILES ? TILES : 1); ++i) {
+                        uint4 v = make_uint4(0, 0, 0, 0);
+                        if (!TILES && XS) {
+                            v = xs[(mine ? c : chunks) * (CHUNK / 8) + u * 4 + t];
+                        } else {
+                            const u16* column = x + (TILES ? min(i * 8 + g, batch - 1) * x_stride : 0) + at + u * 8;
+                            if (at < k && mine) v = x_pairs(__ldg((const uint4*)column));
+                        }
                         float* one = BLOCK ? sum[i] : total[i];
                         mma(one, p[0], q[0], p[1], q[1], v.x, v.y);
-                        mma(one, p[2], q[2], p[3], q[3], v.z, v.w);
+                        mma(BLOCK && !TILES ? sum[1 % SUMS] : one, p[2], q[2], p[3], q[3], v.z, v.w);
                     }
                 }
+                if (BLOCK) {
+#pragma unroll
+                    for (int i = 0; i < (TILES ? TILES : 1); ++i)
+#pragma unroll
+                        for (int j = 0; j < 4; ++j)
+                            total[i][j] = fmaf(TILES ? sum[i][j] : sum[0][j] + sum[1 % SUMS][j], j < 2 ? now.scale : now.scale_second, total[i][j]);
+                }
             }
-            if (BLOCK && !TILES) {
-                total[0][0] = fmaf(sum[0][0] + sum[1 % (TILES ? TILES : 2)][0], first, total[0][0]);
-                total[0][2] = fmaf(sum[0][2] + sum[1 % (TILES ? TILES : 2)][2], second, total[0][2]);
-            } else if (BLOCK) {
-#pragma unroll
-                for (int i = 0; i < TILES; ++i)
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) total[i][j] = fmaf(sum[i][j], j < 2 ? first : second, total[i][j]);
-            }
-        };
-#pragma unroll AHEAD
-        for (int c = part; c < chunks; c += KS) step(c);
-        if (!BLOCK) {
-            float first = scale_at(row0 + scales, 0), second = scale_at(row1 + scales, 0);
-#pragma unroll
-            for (int i = 0; i < (TILES ? TILES : 1); ++i)
-#pragma unroll
-                for (int j = 0; j < 4; ++j) total[i][j] *= j < 2 ? first : second;
         }
         if (!TILES) {
             if (GROUPS >= 4) total[0][0] += __shfl_xor_sync(~0u, total[0][0], 1), total[0][2] += __shfl_xor_sync(~0u, total[0][2], 1);
             if (GROUPS >= 2) total[0][0] += __shfl_xor_sync(~0u, total[0][0], 2), total[0][2] += __shfl_xor_sync(~0u, total[0][2], 2);
-            if (t == 0) sums[part][g][0] = total[0][0], sums[part][g + 8][0] = total[0][2];
+            if (t == 0) sums[turn][part][g][0] = total[0][0], sums[turn][part][g + 8][0] = total[0][2];
         } else {
 #pragma unroll
             for (int i = 0; i < TILES; ++i)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) sums[part][g + j / 2 * 8][i * 8 + 2 * t + j % 2] = total[i][j];
+                for (int j = 0; j < 4; ++j) sums[turn][part][g + j / 2 * 8][i * 8 + 2 * t + j % 2] = total[i][j];
         }
-        __syncthreads();
+        __syncthreads();  // one for each turn will do: the other half of `sums` is written next
         for (int i = threadIdx.x; i < 16 * WIDTH; i += KS * 32) {
             const int row = tile * 16 + i % 16, column = i / 16;
             if (row < n && column < batch) {
                 float all = 0;
 #pragma unroll
-                for (int p = 0; p < KS; ++p) all += sums[p][i % 16][column];
+                for (int p = 0; p < KS; ++p) all += sums[turn][p][i % 16][column];
+                if (!BLOCK) all *= scale_at(w + row * stride + scales, 0);
                 store(y, i64(column) * n + row, with_bias(all, bias, row));
             }
         }
-        __syncthreads();
     }
 }
 #endif

@@ -19,27 +19,51 @@ from torch import Tensor
 DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
 
-DEFAULT_SHARED = 48 << 10
-"""What a block may have of shared memory without asking."""
+
+PROGRAMMATIC_SERIALIZATION = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute, with the one value that is used here."""
+
+    _fields_ = (("id", c_int), ("padding", c_int), ("value", c_int), ("rest", c_int * 15))
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", c_int * 3),
+        ("block", c_int * 3),
+        ("shared", c_int),
+        ("stream", c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", c_int),
+    )
 
 
 class Function:
-    """One kernel, loaded on one device."""
+    """One kernel, loaded on one device. It must wait for the kernel before it (griddepcontrol) where `early` is set."""
 
-    def __init__(self, handle: c_void_p) -> None:
+    def __init__(self, handle: c_void_p, early: bool) -> None:
         self._handle = handle
-        self._launch = _driver().cuLaunchKernel
-        self._shared = DEFAULT_SHARED
+        self._shared = 0
+        self._attribute = Attribute(PROGRAMMATIC_SERIALIZATION, 0, 1)
+        self._count = int(early)
 
     def __call__(self, grid: int, threads: int, shared: int, arguments: Sequence[Tensor | int | None]) -> None:
         """Launch on the current stream: tensors and None go as addresses, `Int` as 32 bits, other integers as 64."""
+        driver = _driver()
         if shared > self._shared:
-            _check(_driver().cuFuncSetAttribute(self._handle, DYNAMIC_SHARED, shared))
+            _check(driver.cuFuncSetAttribute(self._handle, DYNAMIC_SHARED, shared))
             self._shared = shared
         values = [_value(argument) for argument in arguments]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        stream = c_void_p(torch.cuda.current_stream().cuda_stream)
-        _check(self._launch(self._handle, grid, 1, 1, threads, 1, 1, shared, stream, pointers, None))
+        stream = torch.cuda.current_stream().cuda_stream
+        attributes = ctypes.pointer(self._attribute)
+        config = Config((grid, 1, 1), (threads, 1, 1), shared, stream, attributes, self._count)
+        _check(driver.cuLaunchKernelEx(byref(config), self._handle, pointers, None))
 
 
 class Int(int):
@@ -53,8 +77,13 @@ def _value(argument: Tensor | int | None) -> ctypes._SimpleCData[int] | c_void_p
 
 
 @cache
-def function(source: Path, name: str, defines: tuple[tuple[str, int], ...], device: int) -> Function:
-    """Compile the kernel `name` of a file with these macros set, for this device, which must be the current one."""
+def function(
+    source: Path, name: str, defines: tuple[tuple[str, int], ...], device: int, early: bool = False
+) -> Function:
+    """Compile the kernel `name` of a file with these macros set, for this device, which must be the current one.
+
+    `early` lets it start while the kernel before it in the stream ends; it has to wait for that one itself.
+    """
     text = "".join(f"#define {key} {value}\n" for key, value in defines) + source.read_text()
     major, minor = torch.cuda.get_device_capability(device)
     image = _compile(text, source.name, f"--gpu-architecture=sm_{major}{minor}")
@@ -62,7 +91,7 @@ def function(source: Path, name: str, defines: tuple[tuple[str, int], ...], devi
     module, handle = c_void_p(), c_void_p()
     _check(_driver().cuModuleLoadData(byref(module), image))
     _check(_driver().cuModuleGetFunction(byref(handle), module, name.encode()))
-    return Function(handle)
+    return Function(handle, early and major >= 9)
 
 
 def missing() -> str:
