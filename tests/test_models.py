@@ -130,6 +130,37 @@ def test_a_file_that_leaves_out_a_tied_name_loads_into_a_model_that_ties_it(tmp_
     assert bits(other) == bits(model)
 
 
+def pretrained(folder: Path, model: nn.Module, weights: object) -> Path:
+    """A folder as `save_pretrained` writes it: codecs in config.json, no tied names, nothing more in the file."""
+    folder.mkdir()
+    state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    safetensors.torch.save_file(state, folder / "model.safetensors", {"format": "pt"})
+    config = {"quantization_config": {"quant_method": "narrowcast", "weights": weights}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_folder_that_save_pretrained_wrote_loads_into_a_model(tmp_path: Path) -> None:
+    model = small()
+    weights = {name.removesuffix(".weight"): encoding.codec.spec for name, encoding in nc.nn.encodings(model).items()}
+    folder = pretrained(tmp_path / "folder", model, weights)
+    for other in (empty(), small(1, None), small(1)):
+        assert bits(nc.load(folder, other)) == bits(model)
+        assert nc.nn.encodings(other) == nc.nn.encodings(model)
+    refused(folder, small(1, "int8"), "is 'int8' of float32 [50, 64] in the model, but 'int4'")
+
+
+@pytest.mark.parametrize("weights", [None, ["embed"], {"embed": 4}], ids=repr)
+def test_a_config_json_that_lies_is_refused(tmp_path: Path, weights: object) -> None:
+    folder = pretrained(tmp_path / "folder", small(), weights)
+    refused(folder, small(1, None), "maps names to codecs", error=CheckpointError)
+
+
+def test_a_codec_in_config_json_that_does_not_fit_the_rows_is_refused(tmp_path: Path) -> None:
+    folder = pretrained(tmp_path / "folder", small(), {"embed": "int8"})
+    refused(folder, small(1, None), "'embed.weight' is torch.uint8 [50, 48] in the file")
+
+
 def test_a_root_module_comes_back(tmp_path: Path) -> None:
     model = nn.Linear(64, 3)
     nc.quantize_(model, "int4")

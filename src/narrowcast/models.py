@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from narrowcast.codecs import codec
 from narrowcast.errors import CheckpointError, ModelMismatchError
 from narrowcast.nn import adopt, encodings
 from narrowcast.payload import EncodedRows, Encoding
@@ -117,7 +118,8 @@ def _some(names: list[str]) -> str:
 
 def _new_encodings(found: Checkpoint, model: nn.Module, sources: Mapping[str, str]) -> dict[str, Encoding]:
     """What the model has to take on. An encoding that it has must be the file's."""
-    own, theirs = encodings(model), found.encodings
+    own = encodings(model)
+    theirs = found.encodings or _declared(found, model, sources)
     for key, source in sources.items():
         if key in own and own[key] != theirs.get(source):
             there = _words(theirs[source]) if source in theirs else "not encoded"
@@ -126,6 +128,20 @@ def _new_encodings(found: Checkpoint, model: nn.Module, sources: Mapping[str, st
                 "float model, which takes on what the file has. The model is as it was."
             )
     return {key: theirs[source] for key, source in sources.items() if source in theirs and key not in own}
+
+
+def _declared(found: Checkpoint, model: nn.Module, sources: Mapping[str, str]) -> dict[str, Encoding]:
+    """The encodings of a folder that `save_pretrained` wrote: codecs in its config.json, all else as in the model."""
+    from narrowcast.checkpoint import declared_weights, module_name
+
+    weights, own, keys = declared_weights(found.path), encodings(model), model.state_dict()
+    made: dict[str, Encoding] = {}
+    for key, source in sources.items():
+        spec = weights.get(source, weights.get(module_name(source)))
+        if spec is not None and found.stored[source].dtype == torch.uint8:
+            _, shape, dtype = own.get(key, (None, keys[key].shape, keys[key].dtype))
+            made[source] = Encoding(codec(spec), shape, dtype)
+    return made
 
 
 def _words(encoding: Encoding) -> str:

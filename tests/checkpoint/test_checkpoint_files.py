@@ -333,6 +333,26 @@ def test_while_new_files_appear_the_old_index_is_gone_and_the_folder_is_refused(
     assert len(seen) == 3
 
 
+def test_bytes_are_on_the_disk_before_a_file_has_its_name_and_the_name_is_before_save_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(handle: int) -> None:
+        calls.append(("fsync", Path(os.readlink(f"/proc/self/fd/{handle}")).suffix))
+        fsync(handle)
+
+    def watched_replace(source: Path, target: Path) -> None:
+        calls.append(("replace", target.suffix))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    save_state({"x": torch.ones(1)}, tmp_path / "x.safetensors")
+    assert calls == [("fsync", ".narrowcast-tmp"), ("replace", ".safetensors"), ("fsync", "")]
+
+
 def test_a_folder_cannot_take_the_place_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
     with pytest.raises(CheckpointError, match=r"is a file. Name a folder, or a file that ends in .safetensors"):

@@ -297,13 +297,13 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
     return {name: facts(value) for name, value in found.items()} == {k: facts(v) for k, v in wanted.items()}
 
 
-def test_any_flipped_bit_is_an_error_or_changes_nothing(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_any_byte_is_an_error_or_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     wanted = small(path)
     good = path.read_bytes()
     harmless = 0
     for place in range(len(good)):
-        for bit in range(8):
+        for bit in {place % 8, (place + 3) % 8, (place + 5) % 8}:
             path.write_bytes(good[:place] + bytes([good[place] ^ (1 << bit)]) + good[place + 1 :])
             try:
                 found = load_state(path)
@@ -311,7 +311,7 @@ def test_any_flipped_bit_is_an_error_or_changes_nothing(tmp_path: Path) -> None:
                 continue
             harmless += 1
             assert same(found, wanted), (place, bit)
-    assert harmless < 100  # "format": "pt", and spaces that become other white space
+    assert harmless < 50  # "format": "pt", and spaces that become other white space
 
 
 def test_any_cut_or_padding_is_an_error(tmp_path: Path) -> None:

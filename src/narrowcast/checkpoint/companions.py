@@ -50,6 +50,18 @@ def config_of(source: Path) -> dict[str, Any] | None:
     return config
 
 
+def declared_weights(source: Path) -> dict[str, str]:
+    """The codecs that `config.json` gives to modules and tensors: what `save_pretrained` keeps of a quantized model."""
+    path = source / CONFIG
+    said = parse(path.read_bytes(), str(path)).get("quantization_config") if path.is_file() else None
+    if not isinstance(said, dict) or said.get("quant_method") != "narrowcast":
+        return {}
+    weights = said.get("weights")
+    if not isinstance(weights, dict) or not all(isinstance(spec, str) for spec in weights.values()):
+        raise CheckpointError(f'{path}: "weights" of "quantization_config" maps names to codecs, but here it does not.')
+    return weights
+
+
 def copy_companions(source: Path, target: Path, names: list[str], quantization: dict[str, Any]) -> None:
     """Copy the named files; `config.json` gets the entry `quantization_config`."""
     config = config_of(source) if names else None
