@@ -26,8 +26,11 @@ from narrowcast.nn.report import Entry, Report
 from narrowcast.nn.slots import Skip, Slot, Survey, Weight, survey
 from narrowcast.payload import EncodedRows, encode_rows
 
-TILE = 1 << 20
-"""Elements that are compared at a time to measure the noise."""
+TILE = 1 << 18
+"""Elements that are compared at a time to measure the noise: about what stays in a cache."""
+
+SAFE = 1e-20, 1e30
+"""Energies of weights whose squares are far from where fp32 underflows and overflows."""
 
 
 def quantize_(
@@ -168,22 +171,32 @@ def _place(slot: Slot, shared: nn.Parameter, rows: EncodedRows) -> None:
 
 
 def sqnr(floats: Tensor, rows: EncodedRows) -> float | None:
-    """10 log10 of the energy of a weight over that of its error, a few rows at a time."""
+    """10 log10 of the energy of a weight over that of its error."""
     if floats.device.type == "meta":
         return None
-    wide = torch.float64 if floats.dtype == torch.float64 else torch.float32
-    numel, flat = rows.numel, rows.data.flatten(0, -2)
-    matrix = floats.reshape(len(flat), numel)
-    step = max(1, TILE // numel)
-    signal = noise = 0.0
-    for first in range(0, len(flat), step):
-        exact = matrix[first : first + step].to(wide)
-        error = rows.codec.decode(flat[first : first + step], numel, wide).sub_(exact)
-        signal += float(torch.linalg.vector_norm(exact, dtype=torch.float64)) ** 2
-        noise += float(torch.linalg.vector_norm(error, dtype=torch.float64)) ** 2
+    signal, noise = _energies(floats, rows, torch.float32)
+    if not (SAFE[0] < noise and signal < SAFE[1]):  # squares that fp32 has no room for, or no error at all
+        signal, noise = _energies(floats, rows, torch.float64)
     if noise == 0.0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+def _energies(floats: Tensor, rows: EncodedRows, sums: torch.dtype) -> tuple[float, float]:
+    """The sums of squares of a weight and of its error, a few rows at a time, each row summed in the dtype `sums`."""
+    wide = torch.float64 if floats.dtype == torch.float64 else torch.float32
+    flat = rows.data.flatten(0, -2)
+    matrix = floats.reshape(len(flat), rows.numel)
+    step = max(1, TILE // rows.numel)
+    totals = torch.zeros(2, dtype=torch.float64, device=floats.device)
+    for first in range(0, len(flat), step):
+        exact = matrix[first : first + step].to(wide)
+        error = rows.codec.decode(flat[first : first + step], rows.numel, wide).sub_(exact)
+        for place, values in enumerate((exact, error)):
+            norms = torch.linalg.vector_norm(values, dim=1, dtype=torch.promote_types(sums, wide))
+            totals[place] += norms.double().square().sum()
+    signal, noise = totals.tolist()
+    return signal, noise
 
 
 def finish(model: nn.Module) -> None:
