@@ -1,11 +1,11 @@
 """One codec per weight, so that a model of a given size loses least.
 
-What is minimised is the noise of each weight relative to its energy, `||W - Q(W)||^2 / ||W||^2`, summed over weights
-with their numbers of elements as factors: the noise energy of the model once every weight is scaled to the same power
-per element. The scale is taken out because it carries no meaning: a norm before a layer, or the layer after it, undoes
-any factor, and what the layer's output loses is the relative noise. The number of elements stays in because
-every element is paid for with the same bits; without it, all bits would go to the smallest weights.
-docs/huggingface.md shows both against a real model's embeddings.
+What is minimised is the sum over all weights of `||W - Q(W)||^2 / ||W||^2`: each weight's noise relative to its energy,
+every weight counting once. It is relative because a weight's scale carries no meaning (a norm, or the layer behind,
+undoes it), and a layer's output has, for inputs without a direction, the relative noise of its weight. It is not
+multiplied by the number of elements because a large layer's output is no more to the layers behind it than a small
+one's; elements count on the other side, in the bytes. On a real model this sum chose clearly better mixes than the same
+sum times elements, or than absolute noise: bench/results/quality.md has all three.
 
 Weights that hold a NaN or an infinity, or no element, take no part.
 """
@@ -30,7 +30,7 @@ class Plan:
     bits: float
     """Bits per element, scales and padding included."""
     noise: float
-    """The mean relative noise, with the weights' elements as factors."""
+    """The mean of the weights' relative noises."""
     bound: float
     """No mix of this size has less noise."""
     exact: bool
@@ -67,7 +67,7 @@ def plan(weights: Sequence[Statistics], specs: Sequence[str], bits: float) -> Pl
         )
     numel = sum(weight.numel for weight in usable)
     sizes = [[weight.nbytes[spec] for spec in specs] for weight in usable]
-    noises = [[weight.numel * weight.relative_noise(spec) for spec in specs] for weight in usable]
+    noises = [[weight.relative_noise(spec) for spec in specs] for weight in usable]
     budget = math.floor(bits * numel / 8)
     smallest = sum(min(row) for row in sizes)
     if smallest > budget:
@@ -78,9 +78,9 @@ def plan(weights: Sequence[Statistics], specs: Sequence[str], bits: float) -> Pl
         )
     mix = best_mix(sizes, noises, budget)
     chosen = {weight.name: specs[pick] for weight, pick in zip(usable, mix.picks, strict=True)}
-    return Plan(
-        chosen, mix.nbytes * 8 / numel, mix.noise / numel, mix.bound / numel, mix.exact, _uniform(usable, specs, budget)
-    )
+    count = len(usable)
+    uniform = _uniform(usable, specs, budget)
+    return Plan(chosen, mix.nbytes * 8 / numel, mix.noise / count, mix.bound / count, mix.exact, uniform)
 
 
 def _uniform(weights: Sequence[Statistics], specs: Sequence[str], budget: int) -> Uniform | None:
@@ -88,7 +88,7 @@ def _uniform(weights: Sequence[Statistics], specs: Sequence[str], budget: int) -
     best = None
     for spec in specs:
         nbytes = sum(weight.nbytes[spec] for weight in weights)
-        noise = sum(weight.numel * weight.relative_noise(spec) for weight in weights) / numel
+        noise = sum(weight.relative_noise(spec) for weight in weights) / len(weights)
         if nbytes <= budget and (best is None or noise < best.noise):
             best = Uniform(spec, nbytes * 8 / numel, noise)
     return best
