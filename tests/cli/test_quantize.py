@@ -306,6 +306,15 @@ def test_what_is_quantized_already_is_refused(source: Path, tmp_path: Path) -> N
     assert "quantized already. Start from the original" in failed(1, tmp_path / "once", tmp_path / "twice")
 
 
+def test_weights_that_gpt2_keeps_transposed_are_refused_unless_left(tmp_path: Path) -> None:
+    nc.save({"h.0.attn.c_attn.weight": torch.ones(64, 192), "wte.weight": torch.ones(9, 64)}, tmp_path / "source")
+    (tmp_path / "source" / "config.json").write_text('{"model_type": "gpt2"}')
+    assert "keep these weights as [in, out]" in failed(1, tmp_path / "source", tmp_path / "target")
+    (tmp_path / "rules.toml").write_text("[rules]\n'c_attn|q_attn|c_fc|c_proj' = false")
+    report(tmp_path / "source", tmp_path / "target", "--rules", tmp_path / "rules.toml")
+    assert read(tmp_path / "target").encodings.keys() == {"wte.weight"}
+
+
 def test_a_damaged_source_is_refused(source: Path, tmp_path: Path) -> None:
     shard = next(source.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])

@@ -25,7 +25,7 @@ from narrowcast.checkpoint.files import SUFFIX, Entry, Staging, sweep, write_ten
 from narrowcast.checkpoint.header import Stored
 from narrowcast.checkpoint.reading import INDEX, SINGLE, Checkpoint, File, read
 from narrowcast.checkpoint.saving import index, shard_names, shards, size_in_bytes
-from narrowcast.checkpoint.selection import Choice, choose, module_name
+from narrowcast.checkpoint.selection import Choice, choose, module_name, refuse_transposed
 from narrowcast.codecs.rules import CodecLike, Rules, compile_rules
 from narrowcast.errors import CheckpointError, MissingFileError, QuantizeError, TargetError
 from narrowcast.payload import Encoding, encode_rows
@@ -214,13 +214,14 @@ def plan_conversion(
     compiled = compile_rules(rules, codec)
     limit = None if max_shard_size is None else size_in_bytes(max_shard_size)
     found = read(source)
-    config_of(found.path)
+    config = config_of(found.path) or {}
     if found.encodings:
         raise CheckpointError(
             f"{found.path}: holds {len(found.encodings)} weights that narrowcast has quantized already. Start from the "
             "original model: quantizing twice adds both errors."
         )
     choices = _choices(found, compiled)
+    refuse_transposed(config.get("model_type"), choices)
     made = Conversion(found, Path(target), compiled, allow_nonfinite, choices, [], limit)
     made.parts += _parts(made)
     return made

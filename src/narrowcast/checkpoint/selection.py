@@ -8,15 +8,20 @@ in the module's name ("layers.0.mlp.up_proj"), and in the tensor's where it is n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from narrowcast.checkpoint.header import Stored
 from narrowcast.codecs import Codec, checks
 from narrowcast.codecs.rules import Rules
+from narrowcast.errors import CheckpointError
 
 _ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _KERNEL = 16
 """A tensor called `weight` of shape [a, b, c] is a 1-D convolution's up to this c, and a mixture of experts' above."""
+_TRANSPOSED_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
+_TRANSPOSED = ("c_attn", "q_attn", "c_fc", "c_proj")
+"""Where transformers has `Conv1D`, a linear layer that keeps its weight as [in, out]."""
 
 
 class Choice(NamedTuple):
@@ -55,3 +60,14 @@ def choose(name: str, stored: Stored, rules: Rules) -> Choice:
     module = name.rpartition(".")[0]
     codec = rules.codec_for(module) if last == "weight" else rules.codec_for(module, name)
     return Choice(codec, lead, "" if codec else "a rule leaves it alone")
+
+
+def refuse_transposed(model_type: object, choices: Mapping[str, Choice]) -> None:
+    """Refuse to encode the columns of a weight as its rows."""
+    wrong = [name for name, choice in choices.items() if choice.codec and module_name(name).endswith(_TRANSPOSED)]
+    if wrong and model_type in _TRANSPOSED_MODELS:
+        raise CheckpointError(
+            f"{wrong[0]!r} and {len(wrong) - 1} more: models of type {model_type!r} keep these weights as [in, out], "
+            "and rows are encoded by output. Load the model, call narrowcast.quantize_ and narrowcast.save, or leave "
+            f"them with the rule '{'|'.join(_TRANSPOSED)}' = false."
+        )
