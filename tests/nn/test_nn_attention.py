@@ -180,6 +180,19 @@ def test_what_rules_leave_alone_stays_float_and_right() -> None:
             same(module(x, x, x), reference(x, x, x))
 
 
+def test_from_float_and_dequantize_leave_what_they_are_given() -> None:
+    floats = nn.MultiheadAttention(E, H, add_bias_kv=True)
+    module = nc.nn.MultiheadAttention.from_float(floats, "int8")
+    assert type(floats) is nn.MultiheadAttention
+    assert isinstance(floats.out_proj, nn.Linear)
+    assert set(nc.nn.encodings(module)) == {"in_proj_weight", "out_proj.weight"}
+    assert module.bias_k is floats.bias_k
+    again = module.dequantize()
+    assert set(nc.nn.encodings(module)) == {"in_proj_weight", "out_proj.weight"}
+    given = inputs(False)
+    same(module(*given), again(*given))
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     module, _ = pair(batch_first=True)
     x = torch.randn(N, L, E)

@@ -190,6 +190,13 @@ def test_from_float_refuses_another_module() -> None:
     with pytest.raises(QuantizeError, match=r"module: Linear.from_float takes a torch.nn.Linear, got Conv2d"):
         nc.nn.Linear.from_float(nn.Conv2d(1, 1, 1), "int8")
 
+    class Mine(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input
+
+    with pytest.raises(QuantizeError, match=r"got Mine \(Mine changes torch.nn.Linear \(forward\)\)"):
+        nc.nn.Linear.from_float(Mine(4, 4), "int8")
+
 
 def test_an_unknown_codec_is_refused() -> None:
     with pytest.raises(SpecError):

@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from narrowcast.codecs import Codec, checks
+from narrowcast.codecs.rules import CodecLike
 from narrowcast.errors import QuantizeError, StateDictError
-from narrowcast.payload import Encoding, encode_rows
-
-Some = TypeVar("Some", bound=nn.Module)
+from narrowcast.payload import Encoding
 
 
 class Held(NamedTuple):
@@ -56,30 +55,27 @@ class Encoded(nn.Module):
     _float_class: type[nn.Module]
 
     @classmethod
-    def from_float(
-        cls: type[EncodedModule], module: nn.Module, codec: str | Codec | Mapping[str, Any]
-    ) -> EncodedModule:
+    def from_float(cls: type[EncodedModule], module: nn.Module, codec: CodecLike) -> EncodedModule:
         """An encoded module with the weights of a float one, which is left as it is; biases are shared."""
-        if not isinstance(module, cls.float_class):
+        from narrowcast.nn.convert import quantize_  # which is built on this
+
+        made, why = None, ""
+        if isinstance(module, cls.float_class):
+            made = shallow_copy(module)
+            skips = quantize_(made, codec).skips
+            why = f" ({skips[0].reason})" if skips else ""
+        if not isinstance(made, cls):
             raise QuantizeError(
                 f"module: {cls.__name__}.from_float takes a torch.nn.{cls.float_class.__name__}, got "
-                f"{type(module).__name__}. narrowcast.quantize_(model, codec) finds the right class by itself."
+                f"{type(module).__name__}{why}. narrowcast.quantize_(model, codec) finds the right class by itself."
             )
-        made = shallow_copy(module)
-        for name, weight in weights_of(made).items():
-            rows = encode_rows(weight, codec, lead=1)
-            become(made, cls, weight.dtype)
-            hold(made, name, as_parameter(rows.data), Held(rows.codec, rows.shape, False, weight.requires_grad))
-        return cast("EncodedModule", made)
+        return made
 
     def dequantize(self) -> nn.Module:
         """The float module, with the decoded weights; this one is left as it is. Biases are shared."""
-        made = shallow_copy(self)
-        for name, child in made._modules.items():
-            if isinstance(child, Encoded):
-                made._modules[name] = child.dequantize()
-        restore(made, {})
-        return made
+        from narrowcast.nn.convert import dequantize_  # which is built on this
+
+        return dequantize_(shallow_copy(self))
 
     def _encoding(self, name: str) -> Encoding:
         held = self._held[name]
@@ -153,21 +149,17 @@ def restore(module: Encoded, decoded: dict[int, nn.Parameter]) -> None:
         del vars(module)[name]
 
 
-def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that may be rows: all but vectors, which are biases."""
-    return {name: weight for name, weight in module._parameters.items() if weight is not None and weight.dim() > 1}
-
-
 def as_parameter(rows: Tensor) -> nn.Parameter:
     return nn.Parameter(rows, requires_grad=False)
 
 
-def shallow_copy(module: Some) -> Some:
-    """Another module with the same parameters and children, in dictionaries of its own."""
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Other modules, down to the last child, that hold the same parameters."""
     made = copy.copy(module)
     for name, value in vars(made).items():
         if isinstance(value, (dict, set)):
             vars(made)[name] = value.copy()
+    made._modules = {name: child and shallow_copy(child) for name, child in module._modules.items()}
     return made
 
 
