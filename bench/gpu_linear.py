@@ -176,17 +176,11 @@ def report(limit: float, batches: list[int]) -> list[dict[str, object]]:
 
 def sweep(limit: float) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
-    jobs = [
-        ("int8:block=row", 1),
-        ("int8", 1),
-        ("int4:block=128", 1),
-        ("int4", 1),
-        ("apot4", 1),
-        ("int8", 8),
-        ("int4", 8),
-    ]
-    jobs += [("int8:block=row", 16), ("int4", 16), ("fp8_e4m3", 1)]
+    jobs = [("int4:block=128", 1), ("int4", 1), ("apot4", 1), ("int8", 8), ("int4", 8), ("int4", 16)]
+    jobs += [("int4", 32), ("int8:block=row", 32), ("int4", 64), ("int8:block=row", 64), ("apot4", 16)]
     for (spec, batch), (n, k) in itertools.product(jobs, SHAPES):
+        if batch > 1 and (n, k) not in SHAPES[:2]:
+            continue
         codec = nc.codec(spec)
         rows = rows_of(codec, n, k)
         x = torch.randn(batch, k, device="cuda", dtype=torch.bfloat16)
@@ -195,16 +189,14 @@ def sweep(limit: float) -> list[dict[str, object]]:
         base = gpu_linear._cut(x, rows[0], recipe, None)
         assert base is not None
         tried = []
-        for cut in cuts(base, n):
+        for cut in cuts(base, n, k):
             try:
                 taken = microseconds(partial(launch, cut, out, x, rows, recipe), len(rows), 3)
             except RuntimeError as error:
                 print("skipped", dict(cut.defines), cut.grid, str(error).splitlines()[0])
                 continue
             keys = {
-                key: value
-                for key, value in cut.defines
-                if key in ("ROWS", "TEAMS", "KS", "UNROLL", "RESIDENT", "EARLY", "XS")
+                key: value for key, value in cut.defines if key in ("ROWS", "TEAMS", "KS", "UNROLL", "RESIDENT", "TALL")
             }
             tried.append({"us": taken, "grid": cut.grid, "kernel": cut.name, **keys})
         tried.sort(key=lambda line: line["us"])
@@ -253,26 +245,27 @@ def launch(cut: gpu_linear.Cut, out: Tensor, x: Tensor, rows: Tensor, recipe: Re
     gpu_linear._launch(cut, out, x, rows[i], recipe, None)
 
 
-def cuts(base: gpu_linear.Cut, n: int) -> list[gpu_linear.Cut]:
+def cuts(base: gpu_linear.Cut, n: int, k: int) -> list[gpu_linear.Cut]:
     fixed = dict(base.defines)
     made = []
     if base.name == "dot":
-        ways = ((4, 4, 2), (2, 8, 2), (2, 4, 4), (4, 4, 4), (4, 8, 1), (4, 8, 2), (2, 8, 4), (8, 4, 2))
-        for (rows, teams, parts), unroll, early, resident in itertools.product(ways, (1, 2), (0, 1), (1024,)):
+        ways = ((4, 4, 2), (2, 8, 2), (4, 4, 4), (4, 8, 1), (4, 8, 2))
+        for (rows, teams, parts), unroll, per in itertools.product(ways, (1, 2), (1024, 2048, 1 << 20)):
             threads = 32 * teams * parts
-            for per in (1024, 2048, 1 << 20):
-                defines = fixed | {"ROWS": rows, "TEAMS": teams, "KS": parts, "UNROLL": unroll}
-                defines |= {"EARLY": early, "RESIDENT": resident}
-                grid = min(132 * max(1, per // threads), -(-n // (rows * teams)))
-                made.append(base._replace(defines=tuple(defines.items()), grid=grid, threads=threads))
-    else:
-        for parts, unroll, early, xs in itertools.product((4, 8, 16), (1, 2), (0, 1), (1, 0)):
-            if (fixed["TILES"] and xs) or (early and unroll > 1):
-                continue
-            for per in (32, 1 << 10):
-                grid = min(max(132, 132 * per // parts), -(-n // 16))
-                defines = fixed | {"KS": parts, "UNROLL": unroll, "EARLY": early, "XS": xs}
-                made.append(base._replace(defines=tuple(defines.items()), grid=grid, threads=32 * parts))
+            defines = fixed | {"ROWS": rows, "TEAMS": teams, "KS": parts, "UNROLL": unroll}
+            grid = min(132 * max(1, per // threads), -(-n // (rows * teams)))
+            made.append(base._replace(defines=tuple(defines.items()), grid=grid, threads=threads))
+        return made
+    talls = (1,) if fixed["TILES"] == 0 else (1, 2, 4) if fixed["TILES"] <= 2 else (1, 2)
+    for parts, tall, unroll, resident in itertools.product((2, 4, 8, 16), talls, (1, 2), (256, 512, 1024)):
+        few = resident < 32 * parts or (fixed["TILES"] >= 4 and parts > 4) or resident != (1024 if tall == 1 else 512)
+        if few or (fixed["TILES"] and unroll > 1) or (fixed["TILES"] < 2 and parts == 2):
+            continue
+        for per in (resident // 32, 1 << 10):
+            grid = max(132, 132 * per // parts)
+            more = (fixed["CODES"], fixed["WIDE"], fixed["TILES"], tall, parts, resident, n, k, grid)
+            cut = gpu_linear.tile_cut(fixed | {"UNROLL": unroll}, *more)
+            made += [cut] if cut else []
     return list({(cut.defines, cut.grid): cut for cut in made}.values())
 
 

@@ -26,7 +26,6 @@ from narrowcast.kernels.nvrtc import Int
 
 SOURCE = Path(__file__).with_name("linear.cu")
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-TRIED = {"EARLY": 0, "PREFETCH": 0, "XS": 1}
 BATCH = 64
 """The largest batch that is multiplied without decoding first."""
 
@@ -77,25 +76,44 @@ def _cut(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Cut | 
 def plan(codes: int, format: Format, batch: int, n: int, k: int, kind: int, bias: int, processors: int) -> Cut | None:
     """How a multiplication of these sizes is cut. Constants: the best of bench/gpu_linear.py --sweep on an H200."""
     block = 0 if format.block in (0, ROW) or format.block >= k else format.block
-    common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": int(format.scale), "BLOCK": block}
+    common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": int(format.scale), "BLOCK": block, "UNROLL": 1}
     if codes == INT8 and batch == 1 and block % 16 == 0 and -(-k // 512) * 2048 <= SHARED:
-        rows, teams, parts = 4, 4, 2
-        defines = common | {"DOT": 1, "ROWS": rows, "TEAMS": teams, "KS": parts, "UNROLL": 1, "RESIDENT": 1024} | TRIED
-        grid = min(processors * 8, -(-n // (rows * teams)))
+        rows, teams, parts, waves = (2, 8, 2, 1 << 20) if n * k < 60_000_000 else (4, 4, 2, 8)
+        defines = common | {"DOT": 1, "ROWS": rows, "TEAMS": teams, "KS": parts, "RESIDENT": 1024}
+        grid = min(processors * waves, -(-n // (rows * teams)))
         return Cut("dot", tuple(defines.items()), grid, 32 * teams * parts, -(-k // 512) * 2048)
-    if kind == 0 or batch > 16:
+    if kind == 0:
         return None
-    tiles = 0 if batch == 1 else -(-batch // 8)
+    tiles = 0 if batch == 1 else next(count for count in (1, 2, 4, 8) if batch <= 8 * count)
     wide = next((width for width in (16, 8, 4) if _fits(codes, block, tiles, width)), None)
     if wide is None:
         return None
-    parts = 4 if n * k > 50_000_000 or codes in (BYTES, PAIRS) else 8
-    defines = common | {"WIDE": wide, "TILES": tiles, "KS": parts, "UNROLL": 1, "RESIDENT": 1024} | TRIED
-    chunk = 4 * wide * (2 if format.bits == 4 else 1)
-    shared = 0 if tiles else (-(-k // chunk) + 1) * chunk * 2
-    if shared > SHARED:
+    parts = (16 if tiles <= 1 else 8) if n * k < 60_000_000 else 8 if codes in (BYTES, PAIRS) or tiles else 4
+    parts = min(parts, 4) if tiles >= 4 else parts
+    return tile_cut(common, codes, wide, tiles, 1, parts, 1024 if tiles < 4 else 512, n, k, processors * 32 // parts)
+
+
+def tile_cut(
+    common: dict[str, int],
+    codes: int,
+    wide: int,
+    tiles: int,
+    tall: int,
+    parts: int,
+    resident: int,
+    n: int,
+    k: int,
+    grid: int,
+) -> Cut | None:
+    """A cut for `tile` of linear.cu."""
+    defines = common | {"WIDE": wide, "TILES": tiles, "TALL": tall, "KS": parts, "RESIDENT": resident}
+    chunk = 4 * wide * (2 if codes in (INT4, PAIRS) else 1)
+    shared = 2 * 4 * parts * 16 * tall * max(1, 8 * tiles)  # sums
+    shared += 0 if tiles else (-(-k // chunk) + 1) * chunk * 2  # x
+    held = 32 << 10 if codes in (BYTES, PAIRS) else 0
+    if shared + held > SHARED:
         return None
-    return Cut("tile", tuple(defines.items()), min(processors * 32 // parts, -(-n // 16)), 32 * parts, shared)
+    return Cut("tile", tuple(defines.items()), min(grid, -(-n // (16 * tall))), 32 * parts, shared)
 
 
 def _fits(codes: int, block: int, tiles: int, wide: int) -> bool:
@@ -110,7 +128,7 @@ def _launch(cut: Cut, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias
     n, k = len(data), x.shape[1]
     scales = Int(layout(recipe.format, k).scales_offset)
     with torch.cuda.device(x.device):
-        kernel = nvrtc.function(SOURCE, cut.name, cut.defines, x.device.index, early=bool(dict(cut.defines)["EARLY"]))
+        kernel = nvrtc.function(SOURCE, cut.name, cut.defines, x.device.index, early=True)
         sizes = (Int(n), Int(k), data.stride(0) if n > 1 else 0, scales)
         if cut.name == "dot":
             kernel(cut.grid, cut.threads, cut.shared, (data, x, out, bias, *sizes))

@@ -88,9 +88,9 @@ def numbers(code, levels, ELEMENT: tl.constexpr, BITS: tl.constexpr, FP8: tl.con
 
 @triton.jit
 def linear_kernel(x, data, codes, scales, levels, bias, out, batch, rows, numel, x_stride, row_bytes, scales_at,
-                  zeros_at, block, ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, CODE_SIZE: tl.constexpr,
-                  SCALE_SIZE: tl.constexpr, PER: tl.constexpr, FP8: tl.constexpr, BIAS: tl.constexpr,
-                  OUTPUT: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+                  zeros_at, block, ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
+                  CODE_SIZE: tl.constexpr, SCALE_SIZE: tl.constexpr, PER: tl.constexpr, FP8: tl.constexpr,
+                  BIAS: tl.constexpr, OUTPUT: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """PER: what has one scale: the "row", a "step" (then inside one block), or each "element" looks up its own."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows

@@ -11,7 +11,7 @@
 //   CODES   0 int8, 1 int4, 2 table of bytes (8-bit codes), 3 table of pairs (4-bit codes)
 //   X       0 fp32, 1 fp16, 2 bf16: x and y.   BIAS  -1 none, else the same numbers
 //   SCALE   0 none, 1 fp32, 2 bf16, 3 fp16, 4 e8m0.   BLOCK  elements per scale, 0 where a row has one or none
-//   ROWS, TEAMS, KS, UNROLL, WIDE, TILES: how the work is cut, see below.   RESIDENT  threads that a processor should hold
+//   ROWS, TEAMS, KS, UNROLL, WIDE, TALL, TILES: how the work is cut, see below.   RESIDENT  threads that a processor should hold
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -35,14 +35,9 @@ __device__ __forceinline__ uint4 stream16(const void* p) {
     return v;
 }
 
-// The next kernel of the stream may start while this one ends, up to its own `after_the_last`: until there a kernel may bring
-// weights nearer (into L2, which sees every write), but neither read nor write anything.
-__device__ __forceinline__ void prefetch(const void* p) {
-    if (PREFETCH) asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-}
-
+// The next kernel of the stream may be set up while this one runs; until here it neither reads nor writes anything.
 __device__ __forceinline__ void after_the_last() {
-#if __CUDA_ARCH__ >= 900 && EARLY
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -130,8 +125,6 @@ extern "C" __global__ __launch_bounds__(TEAMS* KS * 32, RESIDENT / (TEAMS * KS *
         chunk += KS;
         if (chunk >= steps * KS) chunk = part, next += many;
     };
-    for (int r = 0; r < ROWS && next + r < n; ++r)
-        for (int at = (part * 32 + lane) * 128; at < k; at += KS * 32 * 128) prefetch(w + (next + r) * stride + at);
     after_the_last();
     Stage stages[AHEAD];
 #pragma unroll
@@ -296,47 +289,51 @@ __device__ __forceinline__ void load(Codes& c, const u8* p) {
     }
 }
 
-// What a lane reads of its two rows in one chunk.
+// What a lane reads in one chunk: of two rows out of every sixteen.
 struct Stage {
-    Codes first, second;
-    float scale, scale_second;
+    Codes codes[TALL][2];
+    float scale[TALL][2];
 };
 
-// A team of KS warps takes sixteen rows at a time, each warp every KS-th chunk. In a warp, lane 4 g + t reads rows g and g + 8,
-// elements [t * LANE, (t + 1) * LANE) of the chunk; x comes through L1. TILES 0: all eight columns of B are the same x, or,
-// where a chunk holds GROUPS blocks, 8 / GROUPS columns are x in one block and zero in the others, so that the sums of blocks
-// come apart.
-extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile(const u8* __restrict__ w, const u16* __restrict__ x, void* __restrict__ y,
-                                                          const void* __restrict__ bias, const u32* __restrict__ levels, int batch,
-                                                          int n, int k, i64 stride, int scales, i64 x_stride) {
-    extern __shared__ uint4 xs[];
-    constexpr int WIDTH = TILES ? 8 * TILES : 1, SUMS = TILES ? TILES : 2;
-    __shared__ float sums[2][KS][16][WIDTH];
+// A team of KS warps takes TALL times sixteen rows at a time, each warp every KS-th chunk. In a warp, lane 4 g + t reads rows g
+// and g + 8 of every sixteen, elements [t * LANE, (t + 1) * LANE) of the chunk. TILES 0: x lies in shared memory, and all
+// eight columns of B are the same x, or, where a chunk holds GROUPS blocks, 8 / GROUPS columns are x in one block and zero in the
+// others, so that the sums of blocks come apart. Else x comes through L1, eight rows of it to a tile.
+extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile(const u8* __restrict__ w, const u16* __restrict__ x,
+                                                                                void* __restrict__ y, const void* __restrict__ bias,
+                                                                                const u32* __restrict__ levels, int batch, int n,
+                                                                                int k, i64 stride, int scales, i64 x_stride) {
+    constexpr int HEIGHT = 16 * TALL, WIDTH = TILES ? 8 * TILES : 1, COLUMNS = TILES ? TILES : 1;
+    extern __shared__ uint4 shared[];
+    float(*sums)[KS][HEIGHT][WIDTH] = (float(*)[KS][HEIGHT][WIDTH])shared;  // two turns of them
+    uint4* xs = shared + 2 * KS * HEIGHT * WIDTH / 4;
     const int lane = threadIdx.x & 31, part = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    const int chunks = (k + CHUNK - 1) / CHUNK, tiles = (n + 15) / 16, steps = (chunks + KS * AHEAD - 1) / (KS * AHEAD) * AHEAD;
+    const int chunks = (k + CHUNK - 1) / CHUNK, tiles = (n + HEIGHT - 1) / HEIGHT;
+    const int steps = (chunks + KS * AHEAD - 1) / (KS * AHEAD) * AHEAD;
     int next = blockIdx.x, chunk = part;  // what is read next: AHEAD chunks before it is used
-    auto scales_of = [&](Stage& stage, const u8* row, const u8* other, int at) {
-        const int block = at / (BLOCK ? BLOCK : 1);
-        stage.scale = scale_at(row + scales, block), stage.scale_second = scale_at(other + scales, block);
+    const u8* rows[TALL][2];
+    auto locate = [&]() {
+#pragma unroll
+        for (int m = 0; m < TALL; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) rows[m][i] = w + min(next * HEIGHT + m * 16 + i * 8 + g, n - 1) * stride;
     };
     auto fetch = [&](Stage& stage) {
-        const int at = chunk * CHUNK + t * LANE;
-        if (at < k && next < tiles) {
-            const u8 *row = w + min(next * 16 + g, n - 1) * stride, *other = w + min(next * 16 + g + 8, n - 1) * stride;
-            load(stage.first, row + at / (NARROW ? 2 : 1)), load(stage.second, other + at / (NARROW ? 2 : 1));
-            if (BLOCK && GROUPS > 1) scales_of(stage, row, other, at);
-        }
-        if (BLOCK && GROUPS == 1 && chunk < chunks && next < tiles) {  // lanes past the row's end need them too
-            const u8 *row = w + min(next * 16 + g, n - 1) * stride, *other = w + min(next * 16 + g + 8, n - 1) * stride;
-            scales_of(stage, row, other, chunk * CHUNK);
+        const int at = chunk * CHUNK + t * LANE, block = (GROUPS == 1 ? chunk * CHUNK : at) / (BLOCK ? BLOCK : 1);
+        if (next < tiles && chunk < chunks) {
+#pragma unroll
+            for (int m = 0; m < TALL; ++m)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    if (at < k) load(stage.codes[m][i], rows[m][i] + at / (NARROW ? 2 : 1));
+                    if (BLOCK && (GROUPS == 1 || at < k)) stage.scale[m][i] = scale_at(rows[m][i] + scales, block);
+                }
         }
         chunk += KS;
-        if (chunk >= steps * KS) chunk = part, next += gridDim.x;
+        if (chunk >= steps * KS) chunk = part, next += gridDim.x, locate();
     };
-    if (blockIdx.x * 16 + (lane & 15) < n)
-        for (int at = (part * 2 + (lane >> 4)) * 128; at < (NARROW ? k / 2 : k); at += KS * 256)
-            prefetch(w + (blockIdx.x * 16 + (lane & 15)) * stride + at);
     after_the_last();
+    locate();
     Stage stages[AHEAD] = {};
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) fetch(stages[i]);
@@ -347,18 +344,18 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
         ((uint4*)table)[i] = make_uint4(v, v, v, v);
     }
 #endif
-    if (!TILES && XS) {  // x in the order in which lanes want it, zeros to the chunk's end, and one chunk of zeros
+    if (!TILES) {  // x in the order in which lanes want it, zeros to the chunk's end, and one chunk of zeros
 #pragma unroll 4
         for (int i = threadIdx.x; i < (chunks + 1) * (CHUNK / 8); i += KS * 32) {
             const int at = i / (CHUNK / 8) * CHUNK + (i % 4) * LANE + i % (CHUNK / 8) / 4 * 8;
             xs[i] = at < k ? x_pairs(*(const uint4*)(x + at)) : make_uint4(0, 0, 0, 0);
         }
     }
-    if (CODES >= 2 || (!TILES && XS)) __syncthreads();
+    if (CODES >= 2 || !TILES) __syncthreads();
     const bool mine = GROUPS == 1 || t * GROUPS / 4 == g * GROUPS / 8;
     int turn = 0;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
-        float total[TILES ? TILES : 1][4] = {};
+        float total[TALL][COLUMNS][4] = {};
         for (int step = 0; step < steps; step += AHEAD) {
 #pragma unroll
             for (int ahead = 0; ahead < AHEAD; ++ahead) {
@@ -366,51 +363,61 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
                 fetch(stages[ahead]);
                 const int c = part + (step + ahead) * KS, at = c * CHUNK + t * LANE;
                 if (c >= chunks) continue;
-                float sum[SUMS][4] = {};
+                float sum[TALL][COLUMNS][4] = {}, odd[TALL][4] = {};  // one column: two sums, since one waits for its last mma
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u) {
-                    u32 p[4], q[4];
-                    pairs(now.first.word + (NARROW ? u : 2 * u), lane, p), pairs(now.second.word + (NARROW ? u : 2 * u), lane, q);
+                    uint4 v[COLUMNS] = {};
 #pragma unroll
-                    for (int i = 0; i < (TILES ? TILES : 1); ++i) {
-                        uint4 v = make_uint4(0, 0, 0, 0);
-                        if (!TILES && XS) {
-                            v = xs[(mine ? c : chunks) * (CHUNK / 8) + u * 4 + t];
-                        } else {
-                            const u16* column = x + (TILES ? min(i * 8 + g, batch - 1) * x_stride : 0) + at + u * 8;
-                            if (at < k && mine) v = x_pairs(__ldg((const uint4*)column));
+                    for (int i = 0; i < COLUMNS; ++i) {
+                        const u16* column = x + min(i * 8 + g, batch - 1) * x_stride + at + u * 8;
+                        if (!TILES) v[i] = xs[(mine ? c : chunks) * (CHUNK / 8) + u * 4 + t];
+                        else if (at < k) v[i] = x_pairs(__ldg((const uint4*)column));
+                    }
+#pragma unroll
+                    for (int m = 0; m < TALL; ++m) {
+                        u32 p[4], q[4];
+                        pairs(now.codes[m][0].word + (NARROW ? u : 2 * u), lane, p);
+                        pairs(now.codes[m][1].word + (NARROW ? u : 2 * u), lane, q);
+#pragma unroll
+                        for (int i = 0; i < COLUMNS; ++i) {
+                            float* one = BLOCK ? sum[m][i] : total[m][i];
+                            mma(one, p[0], q[0], p[1], q[1], v[i].x, v[i].y);
+                            mma(BLOCK && !TILES ? odd[m] : one, p[2], q[2], p[3], q[3], v[i].z, v[i].w);
                         }
-                        float* one = BLOCK ? sum[i] : total[i];
-                        mma(one, p[0], q[0], p[1], q[1], v.x, v.y);
-                        mma(BLOCK && !TILES ? sum[1 % SUMS] : one, p[2], q[2], p[3], q[3], v.z, v.w);
                     }
                 }
                 if (BLOCK) {
 #pragma unroll
-                    for (int i = 0; i < (TILES ? TILES : 1); ++i)
+                    for (int m = 0; m < TALL; ++m)
 #pragma unroll
-                        for (int j = 0; j < 4; ++j)
-                            total[i][j] = fmaf(TILES ? sum[i][j] : sum[0][j] + sum[1 % SUMS][j], j < 2 ? now.scale : now.scale_second, total[i][j]);
+                        for (int i = 0; i < COLUMNS; ++i)
+#pragma unroll
+                            for (int j = 0; j < 4; ++j) {
+                                const float all = TILES ? sum[m][i][j] : sum[m][i][j] + odd[m][j];
+                                total[m][i][j] = fmaf(all, now.scale[m][j / 2], total[m][i][j]);
+                            }
                 }
             }
         }
-        if (!TILES) {
-            if (GROUPS >= 4) total[0][0] += __shfl_xor_sync(~0u, total[0][0], 1), total[0][2] += __shfl_xor_sync(~0u, total[0][2], 1);
-            if (GROUPS >= 2) total[0][0] += __shfl_xor_sync(~0u, total[0][0], 2), total[0][2] += __shfl_xor_sync(~0u, total[0][2], 2);
-            if (t == 0) sums[turn][part][g][0] = total[0][0], sums[turn][part][g + 8][0] = total[0][2];
-        } else {
 #pragma unroll
-            for (int i = 0; i < TILES; ++i)
+        for (int m = 0; m < TALL; ++m)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) sums[turn][part][g + j / 2 * 8][i * 8 + 2 * t + j % 2] = total[i][j];
-        }
+            for (int i = 0; i < COLUMNS; ++i)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    float one = total[m][i][j];
+                    if (!TILES && j % 2) continue;
+                    if (GROUPS >= 4) one += __shfl_xor_sync(~0u, one, 1);
+                    if (GROUPS >= 2) one += __shfl_xor_sync(~0u, one, 2);
+                    if (TILES || t == 0) sums[turn][part][m * 16 + j / 2 * 8 + g][TILES ? i * 8 + 2 * t + j % 2 : 0] = one;
+                }
         __syncthreads();  // one for each turn will do: the other half of `sums` is written next
-        for (int i = threadIdx.x; i < 16 * WIDTH; i += KS * 32) {
-            const int row = tile * 16 + i % 16, column = i / 16;
+        for (int i = threadIdx.x; i < HEIGHT * WIDTH; i += KS * 32) {
+            const int row = tile * HEIGHT + i % HEIGHT, column = i / HEIGHT;
             if (row < n && column < batch) {
                 float all = 0;
 #pragma unroll
-                for (int p = 0; p < KS; ++p) all += sums[turn][p][i % 16][column];
+                for (int p = 0; p < KS; ++p) all += sums[turn][p][i % HEIGHT][column];
                 if (!BLOCK) all *= scale_at(w + row * stride + scales, 0);
                 store(y, i64(column) * n + row, with_bias(all, bias, row));
             }
