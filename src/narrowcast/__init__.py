@@ -6,7 +6,7 @@ payload = nc.encode(x, "int4")      # four bits an element, and a scale per bloc
 y = nc.decode(payload)
 """
 
-from narrowcast import codecs, errors, nn
+from narrowcast import codecs, errors, integrations, nn
 from narrowcast.codecs import Codec, codec, list_codecs, which_kernel
 from narrowcast.models import load, save
 from narrowcast.nn import Report, dequantize_, quantize_
@@ -24,6 +24,7 @@ __all__ = [
     "dequantize_",
     "encode",
     "errors",
+    "integrations",
     "list_codecs",
     "load",
     "nn",
