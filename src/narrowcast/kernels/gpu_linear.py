@@ -1,7 +1,7 @@
 """Which kernel multiplies by encoded rows on a GPU, and how its work is cut.
 
-    linear.cu            4- and 8-bit codes, batches of up to 64: CUDA, compiled on first use (nvrtc.py)
-    gpu_linear_tiles.py  everything else of such batches: Triton
+    linear.cu            4- and 8-bit codes, batches of up to 16: CUDA, compiled on first use (nvrtc.py)
+    gpu_linear_tiles.py  everything else of batches of up to 64: Triton
     kernels/linear.py    larger batches: tiles are decoded and multiplied by cuBLAS
 
 Where NVRTC is missing, Triton takes its calls, and the first says so in a `KernelWarning`.
@@ -28,6 +28,9 @@ SOURCE = Path(__file__).with_name("linear.cu")
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 BATCH = 64
 """The largest batch that is multiplied without decoding first."""
+
+FEW = 16
+"""The largest batch for linear.cu: x through L1 costs more from there on than Triton's tiles."""
 
 SHARED = 200 << 10
 """Shared memory that a block may ask for, with some to spare."""
@@ -82,15 +85,21 @@ def plan(codes: int, format: Format, batch: int, n: int, k: int, kind: int, bias
         defines = common | {"DOT": 1, "ROWS": rows, "TEAMS": teams, "KS": parts, "RESIDENT": 1024}
         grid = min(processors * waves, -(-n // (rows * teams)))
         return Cut("dot", tuple(defines.items()), grid, 32 * teams * parts, -(-k // 512) * 2048)
-    if kind == 0:
+    if kind == 0 or batch > FEW:
         return None
-    tiles = 0 if batch == 1 else next(count for count in (1, 2, 4, 8) if batch <= 8 * count)
+    tiles = 0 if batch == 1 else -(-batch // 8)
     wide = next((width for width in (16, 8, 4) if _fits(codes, block, tiles, width)), None)
     if wide is None:
         return None
-    parts = (16 if tiles <= 1 else 8) if n * k < 60_000_000 else 8 if codes in (BYTES, PAIRS) or tiles else 4
-    parts = min(parts, 4) if tiles >= 4 else parts
-    return tile_cut(common, codes, wide, tiles, 1, parts, 1024 if tiles < 4 else 512, n, k, processors * 32 // parts)
+    table, small = codes in (BYTES, PAIRS), n * k < 60_000_000
+    parts, tall, resident = 16, 1, 1024
+    if not small and tiles == 0:
+        parts = 4 if not table else 16 if n * k < 100_000_000 else 8
+        common["UNROLL"] = 2 if codes == INT4 and block >= 128 else 1
+    elif not small:
+        parts, tall, resident = (8, 1, 1024) if tiles == 1 else (8, 2, 512)
+    grid = processors * resident // (32 * parts) if table or tall == 2 else n
+    return tile_cut(common, codes, wide, tiles, tall, parts, resident, n, k, grid)
 
 
 def tile_cut(

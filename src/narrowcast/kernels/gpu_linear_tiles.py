@@ -87,10 +87,35 @@ def numbers(code, levels, ELEMENT: tl.constexpr, BITS: tl.constexpr, FP8: tl.con
 
 
 @triton.jit
+def product(code, x, data, scales_of, zeros_of, levels, inside, wanted, place, numel, x_stride, block,
+            ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, PER: tl.constexpr, FP8: tl.constexpr,
+            OUTPUT: tl.constexpr, BATCH: tl.constexpr):  # fmt: skip
+    """Codes [ROWS, n] of the elements `place` [n] times the same elements of x: [ROWS, BATCH]."""
+    value = numbers(code, levels, ELEMENT, BITS, FP8)
+    there = inside[:, None] & (place < numel)[None, :]
+    group = place // block
+    if ELEMENT == AFFINE:
+        value = value - tl.load(data + zeros_of[:, None] + group[None, :], mask=there, other=0).to(tl.float32)
+    if PER == "element":
+        value = value * scale_value(tl.load(scales_of[:, None] + group[None, :], mask=there, other=0), SCALE)
+    # Codes past the row's end are zeros, which a table of levels may take for anything.
+    value = tl.where(there, value, 0.0)
+    column = tl.arange(0, BATCH)
+    some = tl.load(x + column[None, :] * x_stride + place[:, None],
+                   mask=wanted[None, :] & (place < numel)[:, None], other=0)  # fmt: skip
+    if NATIVE and OUTPUT != "fp32":
+        part = tl.dot(value.to(some.dtype), some)
+    else:
+        part = tl.dot(value, to_float32(some, False), input_precision="ieee")
+    return part
+
+
+@triton.jit
 def linear_kernel(x, data, codes, scales, levels, bias, out, batch, rows, numel, x_stride, row_bytes, scales_at,
                   zeros_at, block, ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
                   CODE_SIZE: tl.constexpr, SCALE_SIZE: tl.constexpr, PER: tl.constexpr, FP8: tl.constexpr,
-                  BIAS: tl.constexpr, OUTPUT: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+                  BIAS: tl.constexpr, OUTPUT: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr,
+                  STEP: tl.constexpr):  # fmt: skip
     """PER: what has one scale: the "row", a "step" (then inside one block), or each "element" looks up its own."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -98,29 +123,23 @@ def linear_kernel(x, data, codes, scales, levels, bias, out, batch, rows, numel,
     column = tl.arange(0, BATCH)
     wanted = column < batch
     total = tl.zeros([ROWS, BATCH], tl.float32)
+    codes_of = codes + start // CODE_SIZE
     scales_of = scales + (start + scales_at) // SCALE_SIZE
     for first in range(0, numel, STEP):
-        place = first + tl.arange(0, STEP)
-        code = unpacked(codes + start // CODE_SIZE, first, numel, inside, BITS, ROWS, STEP)
-        value = numbers(code, levels, ELEMENT, BITS, FP8)
-        group = place // block
-        if ELEMENT == AFFINE:
-            zero = tl.load(data + (start + zeros_at)[:, None] + group[None, :],
-                           mask=inside[:, None] & (place < numel)[None, :], other=0)  # fmt: skip
-            value = value - zero.to(tl.float32)
-        if PER == "element":
-            stored = tl.load(
-                scales_of[:, None] + group[None, :], mask=inside[:, None] & (place < numel)[None, :], other=0
-            )
-            value = value * scale_value(stored, SCALE)
-        # Codes past the row's end are zeros, which a table of levels may take for anything.
-        value = tl.where((place < numel)[None, :], value, 0.0)
-        some = tl.load(x + column[None, :] * x_stride + place[:, None],
-                       mask=wanted[None, :] & (place < numel)[:, None], other=0)  # fmt: skip
-        if NATIVE and OUTPUT != "fp32":
-            part = tl.dot(value.to(some.dtype), some)
+        if BITS == 4:
+            # Low and high halves of bytes meet every other element of x: nothing has to change its place.
+            codes_at = first // 2 + tl.arange(0, STEP // 2)
+            there = inside[:, None] & (codes_at * 2 < numel)[None, :]
+            byte = tl.load(codes_of[:, None] + codes_at[None, :], mask=there, other=0).to(tl.int32)
+            part = product(byte & 15, x, data, scales_of, start + zeros_at, levels, inside, wanted, codes_at * 2, numel,
+                           x_stride, block, ELEMENT, BITS, SCALE, PER, FP8, OUTPUT, BATCH)  # fmt: skip
+            part += product(byte >> 4, x, data, scales_of, start + zeros_at, levels, inside, wanted, codes_at * 2 + 1,
+                            numel, x_stride, block, ELEMENT, BITS, SCALE, PER, FP8, OUTPUT, BATCH)  # fmt: skip
         else:
-            part = tl.dot(value, to_float32(some, False), input_precision="ieee")
+            code = unpacked(codes_of, first, numel, inside, BITS, ROWS, STEP)
+            place = first + tl.arange(0, STEP)
+            part = product(code, x, data, scales_of, start + zeros_at, levels, inside, wanted, place, numel, x_stride,
+                           block, ELEMENT, BITS, SCALE, PER, FP8, OUTPUT, BATCH)  # fmt: skip
         if PER == "step":
             part = part * scale_value(tl.load(scales_of + first // block, mask=inside, other=0), SCALE)[:, None]
         total += part

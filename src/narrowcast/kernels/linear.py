@@ -22,8 +22,8 @@ from torch.library import Library, register_autograd, register_fake
 from narrowcast.kernels import ops
 from narrowcast.kernels.layout import Format, Recipe
 
-TILE = 1 << 22
-"""Weights decoded at a time where no kernel multiplies them as they are."""
+TILES = {"cpu": 1 << 22, "cuda": 1 << 25}
+"""Weights decoded at a time where no kernel multiplies them as they are. On a GPU small tiles cost launches."""
 
 
 def linear(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
@@ -61,7 +61,7 @@ def _in_tiles(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor
 
 def _tiles(data: Tensor, numel: int, dtype: torch.dtype, recipe: Recipe):  # type: ignore[no-untyped-def]
     """The decoded weights, a few rows at a time, each with the number of its first row."""
-    step = max(1, TILE // max(numel, 1))
+    step = max(1, TILES.get(data.device.type, TILES["cpu"]) // max(numel, 1))
     for first in range(0, len(data), step):
         some = data[first : first + step]
         weight = torch.empty(len(some), numel, dtype=dtype, device=data.device)

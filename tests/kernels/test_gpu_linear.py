@@ -1,0 +1,177 @@
+"""Linear on encoded rows on a GPU: within the bound of fp32 sums, for every format, batch and dtype.
+
+On a CUDA machine both linear.cu and Triton run; elsewhere Triton alone, in its interpreter, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import narrowcast as nc
+from cases import CODECS
+from narrowcast.kernels import gpu, reference
+from narrowcast.kernels.ops import Kernel
+
+CUDA = torch.cuda.is_available()
+INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if CUDA else "cpu"
+ROOT = Path(__file__).parents[2]
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if not (CUDA or INTERPRETER):
+    # One test here, which runs all of this file in the interpreter.
+    CODECS = {}
+
+EVERY = pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.spec[:48])
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+here = pytest.mark.skipif(not (CUDA or INTERPRETER), reason="the interpreter runs this in a process of its own")
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+"""numpy, behind the interpreter, remarks on infinities that the kernels mean to have."""
+
+
+@pytest.fixture(scope="session")
+def kernel() -> Kernel:
+    found, why = gpu.load()
+    assert found is not None, why
+    return found
+
+
+def bound(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The exact result in fp64, and how far off a kernel may be.
+
+    - A sum of k + 1 terms in fp32, in any order, is off by at most k * 2**-24 of the sum of magnitudes to first order;
+      twice that, since tensor cores cut where others round, and with one for the product of sum and scale.
+    - Where x is fp16 or bf16, weights may be rounded once to its dtype: half an eps of the sum of magnitudes.
+    - The result is rounded once: half an eps of itself, or the smallest number where it is denormal.
+    """
+    exact, size = x.double() @ weight.t(), x.double().abs() @ weight.abs().t()
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    info = torch.finfo(x.dtype)
+    rounding = size * info.eps / 2 if x.dtype != torch.float32 else 0.0
+    return exact, size * (x.shape[1] + 2) * 2.0**-23 + rounding + exact.abs() * info.eps / 2 + info.tiny
+
+
+def assert_close(
+    kernel: Kernel, codec: nc.Codec, rows: int, numel: int, batch: int, dtype: torch.dtype, biased: bool
+) -> None:
+    generator = torch.Generator().manual_seed(rows * numel + batch)
+    recipe = codec._recipe(torch.device("cpu"))
+    data = reference.encode(torch.randn(rows, numel, generator=generator), recipe, 0)
+    x = torch.randn(batch, numel, generator=generator).to(dtype)
+    bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
+    exact, allowed = bound(x, reference.decode(data, numel, recipe, torch.float64), bias)
+    out = torch.full((batch, rows), torch.nan, dtype=dtype, device=DEVICE)
+    mine = None if bias is None else bias.to(DEVICE)
+    assert kernel.linear(out, x.to(DEVICE), data.to(DEVICE), codec._recipe(torch.device(DEVICE)), mine)
+    assert ((out.cpu().double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.skipif(CUDA or INTERPRETER, reason="the tests below run here themselves")
+def test_triton_multiplies_within_the_bound_in_its_interpreter() -> None:
+    source = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+
+
+@EVERY
+def test_every_codec_multiplies_within_the_bound(kernel: Kernel, codec: nc.Codec) -> None:
+    for dtype, (rows, numel, batch, biased) in zip(
+        FLOATS * 2,
+        (
+            (3, 100, 1, True),
+            (17, 264, 5, False),
+            (18, 65, 33, True),
+            (5, 1, 2, True),
+            (33, 128, 1, False),
+            (2, 7, 64, True),
+        ),
+        strict=True,
+    ):
+        assert_close(kernel, codec, rows, numel, batch, dtype, biased)
+
+
+@here
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("spec", ["int8:block=row", "int8", "int4", "int4:block=128", "nf4", "apot4", "fp8_e4m3"])
+@pytest.mark.parametrize("batch", [1, 3, 8, 16, 17])
+def test_rows_of_many_blocks_multiply_within_the_bound(
+    kernel: Kernel, spec: str, batch: int, dtype: torch.dtype
+) -> None:
+    assert_close(kernel, nc.codec(spec), 21, 1056, batch, dtype, True)
+
+
+@here
+def test_rows_of_a_larger_matrix_and_a_strided_x_are_read_where_they_lie(kernel: Kernel) -> None:
+    codec = nc.codec("int4:block=32")
+    recipe = codec._recipe(torch.device(DEVICE))
+    every = reference.encode(torch.randn(40, 96), codec._recipe(torch.device("cpu")), 0).to(DEVICE)
+    wide = torch.randn(4, 200, device=DEVICE)
+    out, plain = torch.empty(4, 16, device=DEVICE), torch.empty(4, 16, device=DEVICE)
+    assert kernel.linear(out, wide[:, 8:104], every[10:26], recipe, None)
+    assert kernel.linear(plain, wide[:, 8:104].clone(), every[10:26].clone(), recipe, None)
+    assert torch.equal(out, plain)
+
+
+@here
+def test_a_block_that_is_not_finite_spoils_its_own_output_alone(kernel: Kernel) -> None:
+    codec = nc.codec("int8:block=32")
+    weight = torch.randn(20, 256)
+    weight[7, 40] = torch.inf
+    data = reference.encode(weight, codec._recipe(torch.device("cpu")), 0).to(DEVICE)
+    for batch in (1, 4):
+        out = torch.empty(batch, 20, device=DEVICE)
+        assert kernel.linear(
+            out, torch.ones(batch, 256, device=DEVICE), data, codec._recipe(torch.device(DEVICE)), None
+        )
+        assert out[:, 7].isnan().all()
+        assert out[:, torch.arange(20) != 7].isfinite().all()
+
+
+@here
+def test_large_batches_and_fp64_are_left_to_the_caller(kernel: Kernel) -> None:
+    codec = nc.codec("int8")
+    recipe = codec._recipe(torch.device(DEVICE))
+    data = torch.zeros(4, codec.row_bytes(32), dtype=torch.uint8, device=DEVICE)
+    for x in (torch.ones(65, 32, device=DEVICE), torch.ones(1, 32, dtype=torch.float64, device=DEVICE)):
+        assert not kernel.linear(torch.empty(len(x), 4, dtype=x.dtype, device=DEVICE), x, data, recipe, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs CUDA")
+@pytest.mark.parametrize("spec", ["int8", "int4", "nf4", "int3"])
+def test_the_same_call_gives_the_same_bits_also_from_a_graph(spec: str) -> None:
+    codec = nc.codec(spec)
+    data = codec.encode(torch.randn(1000, 2048, device="cuda"))
+    x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
+    first = codec.linear(x, data)
+    assert all(torch.equal(codec.linear(x, data), first) for _ in range(20))
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(first)
+    with torch.cuda.graph(graph):
+        out.copy_(codec.linear(x, data))
+    graph.replay()
+    assert torch.equal(out, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs CUDA")
+def test_it_compiles_whole() -> None:
+    codec = nc.codec("int4")
+    data = codec.encode(torch.randn(256, 512, device="cuda"))
+    x = torch.randn(3, 512, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(lambda x: codec.linear(x * 2, data) + 1, fullgraph=True)
+    assert torch.equal(compiled(x), codec.linear(x * 2, data) + 1)
