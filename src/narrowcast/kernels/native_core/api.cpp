@@ -137,7 +137,8 @@ NC_EXPORT int32_t nc_best_isa() {
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                  __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bitalg");
+                  __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bitalg") &&
+                  __builtin_cpu_supports("avx512vnni");
     return avx512 ? 2 : avx2 ? 1 : 0;
 #else
     return 0;
@@ -239,14 +240,16 @@ NC_EXPORT int32_t nc_linear(const Spec* spec, const uint8_t* data, int64_t strid
     const Multiplier& m = *multiplier(isa);
     try {
         const int64_t length = m.prepared(*spec);
-        std::unique_ptr<float[]> prepared(new float[size_t(length * batch)]), gain(new float[size_t(batch)]);
+        // A vector load that crosses a cache line counts twice: begin on one.
+        std::unique_ptr<float[]> memory(new float[size_t(length * batch + 16)]), gain(new float[size_t(batch)]);
+        float* prepared = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64 / 4;
         {
             KeepDenormals keep;
             for (int64_t b = 0; b < batch; ++b) {
                 m.prepare(*spec, row_of(x, dtype, x_stride, b), &prepared[size_t(b * length)], &gain[size_t(b)]);
             }
         }
-        Product product{data, stride, Floats{x, dtype}, x_stride, batch, prepared.get(), gain.get(),
+        Product product{data, stride, Floats{x, dtype}, x_stride, batch, prepared, gain.get(),
                         Floats{bias, bias_dtype}, out, out_stride, kernels(isa)->decode};
         // A few tasks a thread, so that one that was held up leaves the rest to the others; whole blocks of four rows.
         int64_t size = threads > 1 ? std::max<int64_t>(4, rows / (8 * threads) / 4 * 4) : rows;

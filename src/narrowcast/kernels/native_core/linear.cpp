@@ -5,49 +5,16 @@
 // the batch, on the other rows or on threads. Unlike in the rest of the core, products and sums may be fused: x times a
 // code rounds once.
 //
+// Integers go through linear_bytes.h where there are instructions for it. What the rest goes through is here.
+//
 // Groups that do not fill vectors (blocks of 24), tables of huge or tiny levels, and rows with infinities in fp8 or steps
 // near the largest number take the plain way: decoded into a buffer, then multiplied.
 
 #include <memory>
-#include <utility>
-#include <vector>
 
-#include "linear_codes.h"
+#include "linear_bytes.h"
 
 namespace {
-
-constexpr int ROWS = 4;              // rows whose sums run side by side, so that additions need not wait for each other
-constexpr int64_t SPAN = 1024;       // elements decoded at a time on the plain way
-constexpr float MANY = 0x1p64f;      // from this magnitude on x is multiplied with 2^-64 first: a code times x must be finite
-
-// How a row is cut into steps, and steps into flushes of sums into totals.
-struct Steps {
-    bool direct;          // whether codes are multiplied as they are; if not, x is only widened
-    int64_t size;         // elements of a step
-    int64_t whole, all;   // steps in a row without and with a partial last one
-    int64_t flush;        // steps whose sums share their scales
-    int64_t groups;       // scales that a flush takes: one for all lanes, or several
-    int64_t per_lane;     // EACH, or 1
-
-    template <class Code>
-    static Steps of(const Spec& spec) {
-        const int64_t size = Code::EACH * LANES, block = spec.group_size ? spec.group_size : spec.numel;
-        const bool whole = block % size == 0 || block >= spec.numel, shared = size % block == 0 && block % Code::EACH == 0;
-        const bool moderate = spec.step > 0x1p-40f && spec.step < 0x1p40f;
-        const int64_t all = (spec.numel + size - 1) / size;
-        Steps steps{(whole || shared) && moderate, size, spec.numel / size, all, 1, 1, Code::EACH};
-        if (block >= spec.numel) steps.flush = all;
-        else if (whole) steps.flush = block / size;
-        else steps.groups = size / block;
-        return steps;
-    }
-
-    static Steps of(const Spec& spec) {
-        Steps steps;
-        with_code(spec, [&](const auto& code) { steps = of<std::decay_t<decltype(code)>>(spec); });
-        return steps;
-    }
-};
 
 // -- x, ready to be multiplied: fp32, in the order in which vectors of codes come, zeros behind its end -----------------------
 
@@ -92,6 +59,12 @@ void prepare(const Spec& spec, Floats x, float* out, float* gain) {
     const float* from = load(x, 0, spec.numel, buffer.get());
     uint32_t most = 0;
     for (int64_t i = 0; i < spec.numel; ++i) most = std::max(most, as<uint32_t>(from[i]) & 0x7FFFFFFFu);
+#if defined(__AVX512VNNI__)
+    const float fixed = fixed_point(most);
+    *gain = fixed ? 1.0f / fixed : 0.0f;
+    auto digits = [&](const auto& code) { prepare_digits(code, spec, steps, from, fixed, out); };
+    if (steps.direct && with_bytes(spec, digits)) return;
+#endif
     const float by = steps.direct && most >= as<uint32_t>(MANY) ? 1.0f / MANY : 1.0f;
     *gain = 1.0f / by;
     const int64_t each = steps.direct ? steps.per_lane : 1, size = each * LANES;
@@ -105,58 +78,11 @@ void prepare(const Spec& spec, Floats x, float* out, float* gain) {
 
 int64_t prepared(const Spec& spec) {
     const Steps steps = Steps::of(spec);
+#if defined(__AVX512VNNI__)
+    if (steps.direct && with_bytes(spec, [](const auto&) {})) return digits_bytes(steps) / 4 + flushes(steps) * DIGITS * LANES;
+#endif
     return steps.all * steps.size;
 }
-
-// -- scales as floats ---------------------------------------------------------------------------------------------------------
-
-void read_scales(const Spec& spec, const uint8_t* data, float* scales, float* zeros) {
-    const uint8_t* at = data + spec.scales_offset;
-    const int64_t n = spec.groups;
-    const Half16* halves = reinterpret_cast<const Half16*>(at);
-    switch (spec.scale) {
-        case NO_SCALE: scales[0] = 1.0f; break;
-        case SCALE_FP32: std::memcpy(scales, at, size_t(n) * 4); break;
-        case SCALE_FP16: widen_half(halves, scales, n); break;
-        case SCALE_BF16:
-            for (int64_t i = 0; i < n; ++i) scales[i] = as<float>(uint32_t(halves[i]) << 16);
-            break;
-        default:
-            for (int64_t i = 0; i < n; ++i) scales[i] = at[i] == 255 ? NOT_A_NUMBER : as<float>(uint32_t(at[i]) << 23);
-    }
-    if (spec.element != AFFINE) return;
-    for (int64_t i = 0; i < n; ++i) zeros[i] = float(data[spec.zeros_offset + i]);
-}
-
-// Four rows and what is read of them before their codes.
-struct Block {
-    const uint8_t* row[ROWS];
-    alignas(64) uint8_t tail[ROWS][64];  // the codes of a partial last step, then zeros
-    std::vector<float> scales, zeros;
-    int64_t stride;                      // of scales, with room to read a vector from any of them
-    bool plain[ROWS];                    // rows to be done the plain way after all
-
-    explicit Block(const Spec& spec) : stride(spec.groups + LANES) {
-        scales.resize(size_t(ROWS * stride));
-        if (spec.element == AFFINE) zeros.resize(size_t(ROWS * stride));
-    }
-
-    void take(const Spec& spec, const Steps& steps, const uint8_t* data, int64_t step, int64_t rows, int64_t step_bytes) {
-        for (int r = 0; r < ROWS; ++r) {
-            plain[r] = false;
-            row[r] = data + std::min<int64_t>(r, rows - 1) * step;
-            float* scale = &scales[size_t(r * stride)];
-            read_scales(spec, row[r], scale, zeros.empty() ? nullptr : &zeros[size_t(r * stride)]);
-            if (spec.element == AFFINE) {  // where a product passes the largest number, decoding cuts it
-                for (int64_t i = 0; i < spec.groups; ++i) plain[r] |= scale[i] > 0x1p119f;
-            }
-            if (steps.all == steps.whole) continue;
-            const int64_t done = steps.whole * step_bytes;
-            std::memset(tail[r], 0, 64);
-            std::memcpy(tail[r], row[r] + done, size_t(spec.codes_bytes - done));
-        }
-    }
-};
 
 // -- four rows times BATCH vectors ----------------------------------------------------------------------------------------------
 
@@ -194,21 +120,15 @@ struct Sums {
     }
 };
 
-NC_FORCED Vector for_lanes(const float* at, bool several, Bits lanes) {
-    return several ? pick(read<Vector>(at), lanes) : every(*at);
-}
-
 template <class Code, int BATCH>
 __attribute__((noinline)) void multiply(const Code& code, const Steps& steps, Block& block, const float* x, int64_t x_stride, float* y, int64_t ahead) {
     Sums<Code, BATCH> sums{};
-    Bits lanes{};
-    for (int i = 0; i < LANES; ++i) lanes[i] = uint32_t(i * steps.groups / LANES);
     const bool several = steps.groups > 1;
     int64_t step = 0;
     for (int64_t group = 0; step < steps.all; group += steps.groups) {
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) {
-            if (Code::AFFINE_CODES) sums.zero[r] = for_lanes(&block.zeros[size_t(r * block.stride + group)], several, lanes);
+            if (Code::AFFINE_CODES) sums.zero[r] = for_lanes(&block.zeros[size_t(r * block.stride + group)], several, block.lanes);
 #pragma GCC unroll 4
             for (int b = 0; b < BATCH; ++b) sums.sum[r][b] = Vector{};
         }
@@ -223,7 +143,7 @@ __attribute__((noinline)) void multiply(const Code& code, const Steps& steps, Bl
         }
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) {
-            const Vector scale = for_lanes(&block.scales[size_t(r * block.stride + group)], several, lanes);
+            const Vector scale = for_lanes(&block.scales[size_t(r * block.stride + group)], several, block.lanes);
 #pragma GCC unroll 4
             for (int b = 0; b < BATCH; ++b) sums.total[r][b] += scale * sums.sum[r][b];
         }
@@ -249,16 +169,17 @@ float dot(const float* a, const float* b, int64_t n) {
     return sum;
 }
 
-// One row's outputs into y[0], y[ROWS], ...; each batch's x is at x + b * x_stride, as it came or widened.
-void plainly(const Spec& spec, const Product& product, const uint8_t* row, Floats x, int64_t x_stride, float* y) {
+// One row times the vectors [first, end), into y[ROWS first], ...; a vector lies at x + b * x_stride, as it came or widened.
+void plainly(const Spec& spec, const Product& product, const uint8_t* row, Floats x, int64_t x_stride, int64_t first,
+             int64_t end, float* y) {
     alignas(64) float weights[SPAN], buffer[SPAN];
     const int64_t size = x.dtype == F32 ? 4 : 2;
-    for (int64_t b = 0; b < product.batch; ++b) y[b * ROWS] = 0.0f;
+    for (int64_t b = first; b < end; ++b) y[b * ROWS] = 0.0f;
     for (int64_t begin = 0; begin < spec.numel; begin += SPAN) {
         const int64_t n = std::min(SPAN, spec.numel - begin);
         // `decode` writes element i of the row to out[i].
         product.decode(spec, row, begin, n, weights - begin, F32);
-        for (int64_t b = 0; b < product.batch; ++b) {
+        for (int64_t b = first; b < end; ++b) {
             const Floats some{static_cast<const uint8_t*>(x.data) + b * x_stride * size, x.dtype};
             y[b * ROWS] += dot(weights, load(some, begin, n, buffer), n);
         }
@@ -291,42 +212,83 @@ void finish(const Product& product, int64_t first, int64_t rows, const float* y)
     }
 }
 
-template <class Code>
-void direct_rows(const Code& code, const Spec& spec, const Product& product, int64_t first, int64_t end) {
-    const Steps steps = Steps::of<Code>(spec);
-    const int64_t length = steps.all * steps.size, ahead = ROWS * product.stride;
-    Block block(spec);
+// Four rows at a time: multiply(block, y) gives the outputs of a block, but for those that want the plain way.
+template <class Multiply>
+void in_blocks(const Spec& spec, const Product& product, int64_t first, int64_t end, int64_t step_bytes, float limit,
+               const Multiply& multiply) {
+    const Steps steps = Steps::of(spec);
+    Block block(spec, steps);
     std::vector<float> y(size_t(product.batch * ROWS));
+    auto plain = [&](int64_t r, int64_t from, int64_t to) {
+        plainly(spec, product, block.row[r], product.x, product.x_stride, from, to, &y[size_t(r)]);
+    };
     for (int64_t row = first; row < end; row += ROWS) {
         const int64_t rows = std::min<int64_t>(ROWS, end - row);
-        block.take(spec, steps, product.data + row * product.stride, product.stride, rows, Code::BYTES);
-        for (int64_t b = 0; b < product.batch;) {
-            const float* x = product.prepared + b * length;
-            const int64_t left = product.batch - b;
-            if (left >= 4) multiply<Code, 4>(code, steps, block, x, length, &y[size_t(b * ROWS)], ahead);
-            else if (left >= 2) multiply<Code, 2>(code, steps, block, x, length, &y[size_t(b * ROWS)], ahead);
-            else multiply<Code, 1>(code, steps, block, x, length, &y[size_t(b * ROWS)], ahead);
-            b += left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        }
+        block.take(spec, steps, product.data + row * product.stride, product.stride, rows, step_bytes, limit);
+        multiply(steps, block, y.data());
         for (int64_t b = 0; b < product.batch; ++b) {
             for (int r = 0; r < ROWS; ++r) y[size_t(b * ROWS + r)] *= product.gain[b];
+            for (int64_t r = 0; r < rows && product.gain[b] == 0.0f; ++r) plain(r, b, b + 1);
         }
-        for (int r = 0; r < rows; ++r) {
-            if (block.plain[r]) plainly(spec, product, block.row[r], product.x, product.x_stride, &y[size_t(r)]);
+        for (int64_t r = 0; r < rows; ++r) {
+            if (block.plain[r]) plain(r, 0, product.batch);
         }
         finish(product, row, rows, y.data());
     }
 }
 
+template <class Code>
+void direct_rows(const Code& code, const Spec& spec, const Product& product, int64_t first, int64_t end) {
+    const int64_t length = prepared(spec), ahead = ROWS * product.stride;
+    const float limit = spec.element == AFFINE ? 0x1p119f : HUGE_VALF;  // decoding cuts products past the largest number
+    in_blocks(spec, product, first, end, Code::BYTES, limit, [&](const Steps& steps, Block& block, float* y) {
+        for (int64_t b = 0, next; b < product.batch; b = next) {
+            const float* x = product.prepared + b * length;
+            const int64_t left = product.batch - b;
+            next = b + (left >= 4 ? 4 : left >= 2 ? 2 : 1);
+            if (left >= 4) multiply<Code, 4>(code, steps, block, x, length, y + b * ROWS, ahead);
+            else if (left >= 2) multiply<Code, 2>(code, steps, block, x, length, y + b * ROWS, ahead);
+            else multiply<Code, 1>(code, steps, block, x, length, y + b * ROWS, ahead);
+        }
+    });
+}
+
+#if defined(__AVX512VNNI__)
+template <class Code>
+void byte_rows(const Code& code, const Spec& spec, const Product& product, int64_t first, int64_t end) {
+    const int64_t length = prepared(spec), ahead = ROWS * product.stride;
+    auto some = [&](auto rows, auto batch, const Steps& steps, Block& block, int row, int64_t b, float* y) {
+        auto by = multiply_bytes<Code, rows(), batch(), 0>;
+        if (steps.flush == 1) by = multiply_bytes<Code, rows(), batch(), 1>;
+        if (steps.flush == 2) by = multiply_bytes<Code, rows(), batch(), 2>;
+        by(code, steps, block, row, product.prepared + b * length, 4 * length, y + b * ROWS, ahead);
+    };
+    constexpr std::integral_constant<int, 1> one;
+    constexpr std::integral_constant<int, 2> two;
+    constexpr std::integral_constant<int, ROWS> four;
+    in_blocks(spec, product, first, end, Code::BYTES, 0x1p60f, [&](const Steps& steps, Block& block, float* y) {
+        int64_t b = 0;
+        for (; b + 2 <= product.batch; b += 2) {
+            for (int row = 0; row < ROWS; row += 2) some(two, two, steps, block, row, b, y);
+        }
+        if (b < product.batch) some(four, one, steps, block, 0, b, y);
+    });
+}
+#endif
+
 void linear(const Spec& spec, const Product& product, int64_t first, int64_t end) {
     const Steps steps = Steps::of(spec);
+#if defined(__AVX512VNNI__)
+    if (steps.direct && with_bytes(spec, [&](const auto& code) { byte_rows(code, spec, product, first, end); })) return;
+#endif
     if (steps.direct) {
         return with_code(spec, [&](const auto& code) { direct_rows(code, spec, product, first, end); });
     }
-    const int64_t length = steps.all * steps.size;
+    const int64_t length = prepared(spec);
     std::vector<float> y(size_t(product.batch * ROWS));
     for (int64_t row = first; row < end; ++row) {
-        plainly(spec, product, product.data + row * product.stride, Floats{product.prepared, F32}, length, y.data());
+        const uint8_t* data = product.data + row * product.stride;
+        plainly(spec, product, data, Floats{product.prepared, F32}, length, 0, product.batch, y.data());
         finish(product, row, 1, y.data());
     }
 }

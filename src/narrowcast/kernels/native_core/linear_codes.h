@@ -31,8 +31,13 @@ NC_FORCED V read(const void* at) {
     return value;
 }
 
-NC_FORCED Vector every(float x) { return Vector{} + x; }
-NC_FORCED Bits every(uint32_t x) { return Bits{} + x; }
+NC_FORCED Vector every(float x) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_set1_ps(x);
+#else
+    return Vector{} + x;
+#endif
+}
 
 // table[index] of a table of LANES floats; only as many low bits of the index count as it takes.
 NC_FORCED Vector pick(Vector table, Bits index) {
