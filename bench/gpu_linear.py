@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python3 bench/gpu_linear.py             checks, then times batches 1, 8 and 16 at four shapes
     PYTHONPATH=src python3 bench/gpu_linear.py --sweep     tries other cuts of the work
+    ... --rivals --end-to-end                              other libraries' layers, and a 7B decoder's tokens a second
     ... --skip-check   --json PATH (default: $OUT/gpu_linear.json where OUT is set)
 
 The limit is reading the encoded weights at the read bandwidth measured in the same run. Weights rotate past the L2
@@ -23,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import gpu_rivals
 import narrowcast as nc
 from narrowcast.kernels import gpu_linear, gpu_linear_tiles, nvrtc, reference
 from narrowcast.kernels import linear as multiply
@@ -99,7 +101,7 @@ FUSED = (
     *("int4:block=256,scale=e8m0", "int4:scale=fp16", "fp8_e5m2", "fp8_e4m3:block=128", "apot8"),
 )
 OTHERS = ("int3", "int2", "int8:zero_point=true", "sign", "bf16", "apot5", "int4:block=24", "int6:block=row")
-BATCHES = ((1, True), (1, False), (2, True), (8, True), (13, False), (32, True), (64, True), (65, False))
+BATCHES = ((1, True), (1, False), (2, True), (8, True), (13, False), (33, True), (65, False))
 
 
 def check(specs: tuple[str, ...]) -> int:
@@ -113,7 +115,7 @@ def check(specs: tuple[str, ...]) -> int:
         encoded = reference.encode(torch.randn(n, k) * 0.02, recipe, 0)
         rows, weight = encoded.cuda(), reference.decode(encoded, k, recipe, torch.float64).cuda()
         for batch, with_bias in BATCHES:
-            if batch > gpu_linear.BATCH and spec not in ("int8", "int4"):
+            if batch > gpu_linear.FEW and not (spec in ("int8", "int4", "nf4") and dtype == torch.bfloat16):
                 continue
             x = torch.randn(batch, k, device="cuda").to(dtype)
             bias = torch.randn(n, device="cuda").to(dtype) if with_bias else None
@@ -210,7 +212,7 @@ def sweep(limit: float) -> list[dict[str, object]]:
 def sweep_tiles() -> list[dict[str, object]]:
     """Triton's tiles of other sizes, and decoding first, for batches that linear.cu leaves."""
     found: list[dict[str, object]] = []
-    for spec, batch, (n, k) in itertools.product(("int8:block=row", "int4", "nf4"), (32, 64), SHAPES[1:4:2]):
+    for spec, batch, (n, k) in itertools.product(("int8:block=row", "int4"), (32, 64), SHAPES[:2]):
         codec = nc.codec(spec)
         rows = rows_of(codec, n, k)
         x = torch.randn(batch, k, device="cuda", dtype=torch.bfloat16)
@@ -218,7 +220,7 @@ def sweep_tiles() -> list[dict[str, object]]:
         recipe, tried = codec._recipe(x.device), []
         decoding = partial(decode_first, out, x, rows, recipe)
         tried.append({"us": microseconds(decoding, len(rows), 3), "way": "decode, cuBLAS"})
-        ways = itertools.product((32, 64, 128), (64, 128), (4, 8), (2, 3, 4))
+        ways = ((32, 64, 4, 4), (32, 128, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (64, 64, 8, 3), (128, 64, 8, 3))
         for way in ways:
             gpu_linear_tiles.TILES[batch] = way
             try:
@@ -275,6 +277,8 @@ def main() -> None:
     parser.add_argument("--fused", action="store_true", help="check only the formats that linear.cu takes")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--sweep-tiles", action="store_true")
+    parser.add_argument("--rivals", action="store_true")
+    parser.add_argument("--end-to-end", action="store_true")
     parser.add_argument("--batches", default="1,8,16,64")
     parser.add_argument("--json", default=os.environ.get("OUT") and f"{os.environ['OUT']}/gpu_linear.json")
     chosen = parser.parse_args()
@@ -291,6 +295,10 @@ def main() -> None:
     if chosen.sweep_tiles:
         found["tiles"] = sweep_tiles()
     found["lines"] = report(limit, [int(batch) for batch in chosen.batches.split(",")])
+    if chosen.rivals:
+        found["rivals"] = gpu_rivals.rivals(SHAPES, microseconds, limit)
+    if chosen.end_to_end:
+        found["end_to_end"] = gpu_rivals.end_to_end()
     if chosen.json:
         Path(chosen.json).write_text(json.dumps(found, indent=1))
     sys.exit(bool(bad))
