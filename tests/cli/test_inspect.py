@@ -154,8 +154,8 @@ print(max(seen) - seen[0], len(seen))
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     growth, tiles = map(int, done.stdout.split())
     assert tiles == 64
-    # Since the first tile. A tile, its rows and its decoding are 13 MB, and the allocator may keep a second set; a whole
-    # weight as floats, or its decoding, would be four times the limit.
+    # Since the first tile. A tile, its rows and its decoding are 13 MB, and the allocator may keep a second set; a
+    # whole weight as floats, or its decoding, would be four times the limit.
     assert growth < 64 << 20
 
 

@@ -168,6 +168,21 @@ def test_tied_embeddings_are_encoded_once_and_stay_tied(folder: Save) -> None:
     assert torch.equal(logits(load(path)), logits(quantized))
 
 
+def test_weights_that_a_config_ties_but_the_files_do_not_are_encoded_each(folder: Save) -> None:
+    path, model = folder(llama()), llama()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    quantized = load(path, NarrowcastConfig("int4", rules={"embed_tokens|lm_head": "int8"}))
+    assert torch.equal(quantized.lm_head.weight, encode_rows(model.lm_head.weight, "int8").data)
+    assert torch.equal(quantized.model.embed_tokens.weight, encode_rows(model.model.embed_tokens.weight, "int8").data)
+
+
+def test_without_a_codec_only_what_a_rule_names_is_encoded(folder: Save) -> None:
+    quantized = load(folder(llama()), NarrowcastConfig(None, rules={"q_proj": "int4"}))
+    assert {name.split(".")[-2] for name in nc.nn.encodings(quantized)} == {"q_proj"}
+    assert same_bits(load(folder(quantized)), quantized)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_dtype_asked_for_is_the_dtype_of_the_floats(dtype: torch.dtype, folder: Save) -> None:
     config = NarrowcastConfig("int4", rules={"embed_tokens": "int8"})
@@ -301,9 +316,16 @@ def test_experts_in_different_codecs_are_refused(tmp_path: Path, folder: Save) -
         load(path)
 
 
-def test_gpt2_encoded_without_its_model_is_refused(tmp_path: Path, folder: Save) -> None:
-    path = convert(folder(gpt2()), tmp_path / "converted", "--codec", "int4")
-    with pytest.raises(StateDictError, match=r"as \[in, out\], as GPT-2 keeps it: .*NarrowcastConfig"):
+def test_rows_of_a_weight_that_lies_as_in_out_are_refused(folder: Save) -> None:
+    model = gpt2()
+    path = folder(load(folder(model), NarrowcastConfig("int4")))
+    stored, weight = load_file(path / "model.safetensors"), model.transformer.h[0].attn.c_attn.weight
+    (key,) = (key for key in stored if key.endswith("h.0.attn.c_attn.weight"))
+    stored[key] = encode_rows(weight, "int4").data
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        StateDictError, match=r"c_attn\.weight: .*as \[in, out\], as GPT-2 keeps it: .*NarrowcastConfig"
+    ):
         load(path)
 
 

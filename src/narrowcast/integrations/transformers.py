@@ -53,13 +53,14 @@ class NarrowcastConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Which codec each weight of a transformers model gets.
 
     `rules` maps regular expressions, searched for in module names, to codecs or None: the first that matches decides,
-    and `codec` where none does. `modules_to_not_convert` is transformers' own list of what to leave, before any rule.
+    and `codec` where none does (None leaves what no rule names). `modules_to_not_convert` is transformers' own list of
+    what to leave, before any rule.
     `weights` is filled in when a model has been quantized.
     """
 
     def __init__(
         self,
-        codec: CodecLike = "int8",
+        codec: CodecLike | None = "int8",
         rules: Mapping[str, CodecLike | bool | None] | None = None,
         modules_to_not_convert: Iterable[str] | None = None,
         weights: Mapping[str, str] | None = None,
@@ -73,7 +74,7 @@ class NarrowcastConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 "weights. A config.json with more comes from a later narrowcast: pip install --upgrade narrowcast."
             )
         self.quant_method = METHOD
-        self.codec = as_codec(codec).spec
+        self.codec = None if codec is None else as_codec(codec).spec
         self.rules = compile_rules(rules, None).config()
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.weights = {name: as_codec(spec).spec for name, spec in (weights or {}).items()}
@@ -169,8 +170,9 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
         return Encode(self)
 
     @property
-    def quantized_element_size(self) -> float:
-        return as_codec(self.quantization_config.codec).bits_per_element() / 8
+    def quantized_element_size(self) -> float | None:
+        codec = self.quantization_config.codec
+        return None if codec is None else as_codec(codec).bits_per_element() / 8
 
     # -- after: look at what was loaded --------------------------------------------------------------------------
 
