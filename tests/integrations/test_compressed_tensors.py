@@ -67,12 +67,13 @@ def decoded(folder: Path, module: str) -> Tensor:
     return found
 
 
-# compressed-tensors 0.20 cannot unpack the zero points of 8 rows or fewer: its own compress makes what it cannot read.
-@pytest.mark.parametrize("shape", [(5, 128), (1, 256), (48, 384), (11, 128)])
-@pytest.mark.parametrize("spec", EXPRESSIBLE)
+# compressed-tensors 0.20 cannot read zero points of 8 rows or fewer, those that its own compress wrote included.
+SHAPES = [(5, 128), (1, 256), (48, 384), (11, 128)]
+EXPORTS = [(spec, shape) for spec in EXPRESSIBLE for shape in SHAPES if shape[0] > 8 or "zero_point" not in spec]
+
+
+@pytest.mark.parametrize(("spec", "shape"), EXPORTS, ids=str)
 def test_the_package_decodes_an_export_to_our_own_numbers(spec: str, shape: tuple[int, int], tmp_path: Path) -> None:
-    if "zero_point" in spec and shape[0] <= 8:
-        pytest.skip("compressed-tensors cannot read its own zero points of so few rows")
     rows = encode_rows(random(*shape), spec)
     export({"layer.weight": rows}, tmp_path / "out")
     found = decoded(tmp_path / "out", "layer")
