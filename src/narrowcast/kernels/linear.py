@@ -41,10 +41,11 @@ def _linear(
     x: Tensor, data: Tensor, format: Sequence[int], peak: float, table: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     out = _linear_shape(x, data)
-    flat, matrix = x.reshape(-1, x.shape[-1]), out.view(-1, len(data))
+    batch = out.numel() // max(data.shape[0], 1)
     if out.numel() == 0:
         return out
-    recipe = Recipe(Format(*format), peak, table)
+    flat, matrix = x.reshape(batch, x.shape[-1]), out.view(batch, data.shape[0])
+    recipe = Recipe(format if isinstance(format, Format) else Format(*format), peak, table)
     if not ops.kernel_for(x.device.type).linear(matrix, flat, data, recipe, bias):
         _in_tiles(matrix, flat, data, recipe, bias)
     return out

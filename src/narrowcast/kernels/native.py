@@ -163,7 +163,7 @@ class Native:
         if bias is not None:
             bias = bias.contiguous()
             address, dtype = bias.data_ptr(), DTYPES[bias.dtype]
-        rows = _spec(recipe, numel), data.data_ptr(), data.stride(0), len(data)
+        rows = _spec(recipe, numel), data.data_ptr(), data.stride(0), data.shape[0]
         vectors = x.data_ptr(), DTYPES[x.dtype], x.stride(0), batch
         threads = _threads(data.numel() * batch, LINEAR_GRAIN)
         _check(self._linear(*rows, *vectors, address, dtype, out.data_ptr(), out.stride(0), threads, self._isa))
