@@ -4,8 +4,8 @@ What is minimised is the sum over all weights of `||W - Q(W)||^2 / ||W||^2`: eac
 every weight counting once. It is relative because a weight's scale carries no meaning (a norm, or the layer behind,
 undoes it), and a layer's output has, for inputs without a direction, the relative noise of its weight. It is not
 multiplied by the number of elements because a large layer's output is no more to the layers behind it than a small
-one's; elements count on the other side, in the bytes. On a real model this sum chose clearly better mixes than the same
-sum times elements, or than absolute noise: bench/results/quality.md has all three.
+one's; elements count on the other side, in the bytes. On the one real model that was tried, and by which it was chosen,
+this sum gave better mixes than the same sum times elements, or than absolute noise: bench/results/quality.md has all.
 
 Weights that hold a NaN or an infinity, or no element, take no part.
 """
