@@ -28,7 +28,6 @@ NC_FORCED Bytes cut(Bytes words, int shift, int mask, int flip) {
 template <int BITS>
 struct ByteFields : Packed<BITS> {
     static constexpr int FIELDS = ByteFields::DENSE ? 8 / BITS : 1, MASK = (1 << BITS) - 1;
-    static constexpr bool LIMITED = false;
     int less = 0;
     NC_FORCED Bytes field(Bytes words, int j, int flip) const {
         return BITS == 8 && flip == 0 ? words : cut(words, j * BITS, MASK, flip);
@@ -62,45 +61,11 @@ struct ByteSigns : ByteFields<1> {  // 2 or 0, less 1
     }
 };
 
-// Tables of integers that span at most 255. Codes behind the last level are LIMITED: they stand for NaN.
-template <int BITS>
-struct ByteLevels : ByteFields<BITS> {
-    static constexpr bool LIMITED = true;
-    Bytes table = {};
-    int last = 0;
-    bool fits = true;
-
-    explicit ByteLevels(const Spec& spec) {
-        const float first = spec.levels[0];
-        this->less = std::fabs(first) < 0x1p15f ? -int(first) : 0;
-        for (int i = 0; i < 1 << BITS && spec.levels[i] == spec.levels[i]; ++i) {
-            const float above = spec.levels[i] - first;
-            fits = fits && above == std::floor(above) && above <= 255.0f && first + float(this->less) == 0.0f;
-            table[i] = fits ? uint8_t(above) : 0;
-            last = i;
-        }
-        if (BITS <= 4) table = (Bytes)_mm512_broadcast_i32x4(_mm512_castsi512_si128((__m512i)table));
-    }
-    template <int J>
-    NC_FORCED Bytes code(Bytes words) const {
-        return this->field(words, J, 0);
-    }
-    NC_FORCED Bytes look_up(Bytes codes) const {
-        if constexpr (BITS <= 4) return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
-        return (Bytes)_mm512_permutexvar_epi8((__m512i)codes, (__m512i)table);
-    }
-};
-
 // f(Code(spec)) for integers; false where there is none for this spec.
 template <class F>
 inline bool with_bytes(const Spec& spec, const F& f) {
 #define NC_WIDTH(E, CODE, N) \
     case (E << 4) + N: return f(CODE<N>(spec)), true;
-#define NC_LEVELS(N) \
-    case (LEVELS << 4) + N: { \
-        const ByteLevels<N> code(spec); \
-        return code.fits && (f(code), true); \
-    }
     switch ((spec.element << 4) + (spec.bits & 15)) {
         NC_WIDTH(INT, ByteIntegers, 2) NC_WIDTH(INT, ByteIntegers, 3) NC_WIDTH(INT, ByteIntegers, 4)
         NC_WIDTH(INT, ByteIntegers, 5) NC_WIDTH(INT, ByteIntegers, 6) NC_WIDTH(INT, ByteIntegers, 7)
@@ -108,12 +73,10 @@ inline bool with_bytes(const Spec& spec, const F& f) {
         NC_WIDTH(AFFINE, ByteOffsets, 2) NC_WIDTH(AFFINE, ByteOffsets, 3) NC_WIDTH(AFFINE, ByteOffsets, 4)
         NC_WIDTH(AFFINE, ByteOffsets, 5) NC_WIDTH(AFFINE, ByteOffsets, 6) NC_WIDTH(AFFINE, ByteOffsets, 7)
         NC_WIDTH(AFFINE, ByteOffsets, 8)
-        NC_LEVELS(1) NC_LEVELS(2) NC_LEVELS(3) NC_LEVELS(4) NC_LEVELS(5) NC_LEVELS(6)
         case (SIGN << 4) + 1: return f(ByteSigns(spec)), true;
         default: return false;
     }
 #undef NC_WIDTH
-#undef NC_LEVELS
 }
 
 // -- x as digits ----------------------------------------------------------------------------------------------------------------
@@ -184,20 +147,13 @@ void prepare_digits(const Code& code, const Spec& spec, const Steps& steps, cons
 template <class Code, int ROWS_, int BATCH>
 struct ByteSums {
     Sums32 sum[ROWS_][BATCH][DIGITS];
-    Bytes highest[ROWS_];
 
     template <int J>
     NC_FORCED void column(const Code& code, const Bytes (&words)[ROWS_], const int8_t* x, int64_t x_stride) {
         Bytes weight[ROWS_];
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS_; ++r) {
-            if constexpr (Code::LIMITED) {
-                const Bytes codes = code.template code<J>(words[r]);
-                highest[r] = (Bytes)_mm512_max_epu8((__m512i)highest[r], (__m512i)codes);
-                weight[r] = code.look_up(codes);
-            } else {
-                weight[r] = code.template value<J>(words[r]);
-            }
+            weight[r] = code.template value<J>(words[r]);
         }
 #pragma GCC unroll 4
         for (int b = 0; b < BATCH; ++b) {
@@ -248,7 +204,6 @@ __attribute__((noinline)) void multiply_bytes(const Code& code, const Steps& ste
     const int8_t *digits = static_cast<const int8_t*>(x), *begins = digits + digits_bytes(steps);
     ByteSums<Code, ROWS_, BATCH> sums;
     Vector total[ROWS_][BATCH] = {}, scale[ROWS_], zero[ROWS_];
-    for (int r = 0; r < ROWS_; ++r) sums.highest[r] = Bytes{};
     const float *scales[ROWS_], *zeros[ROWS_];
     const uint8_t* rows[ROWS_];
     for (int r = 0; r < ROWS_; ++r) {
@@ -292,9 +247,6 @@ __attribute__((noinline)) void multiply_bytes(const Code& code, const Steps& ste
     }
     for (int r = 0; r < ROWS_; ++r) {
         for (int b = 0; b < BATCH; ++b) y[b * ROWS + first + r] = sum_lanes(total[r][b]);
-        if constexpr (Code::LIMITED) {
-            for (int i = 0; i < 64; ++i) block.plain[first + r] |= sums.highest[r][i] > code.last;
-        }
     }
 }
 
