@@ -6,10 +6,11 @@
     ... --convert           seconds a billion weights and peak memory of quantize_, each in a process of its own
     ... --out               writes bench/results/linear-cpu.json and .md
 
-Weights rotate past the caches: copies of more than 100 MB in all, one call each, every contender in turn. Figures are
-medians. `x fp32` is the time of F.linear in fp32 over the contender's; `share` is the bytes of its weights a second
-over the read bandwidth, which a sum over the same kind of memory gives in the same run. On one thread, time is the CPU
-time of the calling thread, so that other processes count little.
+Weights rotate past the caches: copies of more than 100 MB in all. Contenders take turns of a pause and four calls, the
+first of which is not counted: threads of the one before would still be spinning. Figures are medians. `x fp32` is the
+time of F.linear in fp32 over the contender's; `share` is the bytes of its weights a second over the read bandwidth,
+which a sum over the same kind of memory gives in the same run. On one thread, time is the CPU time of the calling
+thread, so that other processes count little.
 """
 
 from __future__ import annotations
@@ -166,10 +167,12 @@ def measure(fighters: list[Contender], x: Tensor, rounds: int) -> dict[str, floa
     times: dict[str, list[float]] = {one.name: [] for one in fighters}
     for turn in range(-1, rounds):
         for one in fighters:
-            given, began = inputs[one.name], clock()
-            one.call(given, turn % one.copies)
-            if turn >= 0:
-                times[one.name].append(1e3 * (clock() - began))
+            time.sleep(0.01)
+            for call in range(4):
+                given, began = inputs[one.name], clock()
+                one.call(given, (4 * turn + call) % one.copies)
+                if turn >= 0 and call:
+                    times[one.name].append(1e3 * (clock() - began))
     return {name: statistics.median(some) for name, some in times.items()}
 
 
@@ -195,7 +198,7 @@ def layers(given: argparse.Namespace) -> list[Row]:
             torch.set_num_threads(threads)
             for batch in map(int, given.batches.split(",")):
                 x = torch.randn(batch, k).to(getattr(torch, given.dtype))
-                took = measure(fighters, x, 7 if given.quick else 31)
+                took = measure(fighters, x, 4 if given.quick else 15)
                 found.append({"shape": shape, "threads": threads, "batch": batch, "rows": layer_rows(fighters, took)})
                 console.print(pretty(found[-1]))
     return found
