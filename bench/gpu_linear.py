@@ -76,7 +76,7 @@ def read_bandwidth() -> float:
     path.write_text(READ)
     big = torch.randint(0, 256, (1 << 30,), dtype=torch.uint8, device="cuda")
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
-    kernel = nvrtc.function(path, "read_all", (), torch.cuda.current_device())
+    kernel = nvrtc.function((path,), "read_all", (), torch.cuda.current_device())
     units = big.numel() // 16
     best = min(
         microseconds(lambda _, grid=132 * many, threads=threads: kernel(grid, threads, 0, (big, out, units)), 1, 3)
@@ -210,7 +210,7 @@ def sweep(limit: float) -> list[dict[str, object]]:
 
 
 def sweep_tiles() -> list[dict[str, object]]:
-    """Triton's tiles of other sizes, and decoding first, for batches that linear.cu leaves."""
+    """Triton's tiles of other sizes, and decoding first, for batches that kernels/cuda leaves."""
     found: list[dict[str, object]] = []
     for spec, batch, (n, k) in itertools.product(("int8:block=row", "int4"), (32, 64), SHAPES[:2]):
         codec = nc.codec(spec)
@@ -274,7 +274,7 @@ def cuts(base: gpu_linear.Cut, n: int, k: int) -> list[gpu_linear.Cut]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skip-check", action="store_true")
-    parser.add_argument("--fused", action="store_true", help="check only the formats that linear.cu takes")
+    parser.add_argument("--fused", action="store_true", help="check only the formats that kernels/cuda takes")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--sweep-tiles", action="store_true")
     parser.add_argument("--rivals", action="store_true")

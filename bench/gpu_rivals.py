@@ -1,7 +1,7 @@
-"""The rivals of bench/gpu_linear.py on a GPU, one layer at batch 1 and end to end; run by it with --rivals, --end-to-end.
+"""The rivals of bench/gpu_linear.py, which runs this with --rivals and --end-to-end: one layer, and a 7B model.
 
-Packages are taken from where Python finds them (put unpacked wheels of torchao, bitsandbytes and gemlite on PYTHONPATH);
-one that cannot run is reported with its reason, never left out silently.
+Packages are taken from where Python finds them (unpacked wheels of torchao, bitsandbytes and gemlite on PYTHONPATH will
+do); one that cannot run is reported with its reason, never left out silently.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which kernel multiplies by encoded rows on a GPU, and how its work is cut.
 
-    linear.cu            4- and 8-bit codes, batches of up to 16: CUDA, compiled on first use (nvrtc.py)
+    cuda/*.cu            4- and 8-bit codes, small batches: CUDA, compiled on first use (nvrtc.py)
     gpu_linear_tiles.py  everything else of batches of up to 64: Triton
     kernels/linear.py    larger batches: tiles are decoded and multiplied by cuBLAS
 
@@ -24,23 +24,23 @@ from narrowcast.kernels.gpu_codes import INTERPRETED
 from narrowcast.kernels.layout import ROW, Element, Format, Recipe, Scale, layout
 from narrowcast.kernels.nvrtc import Int
 
-SOURCE = Path(__file__).with_name("linear.cu")
+CUDA = Path(__file__).parent / "cuda"
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 BATCH = 64
 """The largest batch that is multiplied without decoding first."""
 
-FEW = 16
-"""The largest batch for linear.cu: x through L1 costs more from there on than Triton's tiles."""
+FEW = 32
+"""The largest batch that cuda/ takes at once. Above, Triton is faster for 8-bit codes, two batches for 4-bit ones."""
 
 SHARED = 200 << 10
 """Shared memory that a block may ask for, with some to spare."""
 
 INT8, INT4, BYTES, PAIRS = range(4)
-"""`CODES` of linear.cu."""
+"""`CODES` of cuda/."""
 
 
 class Cut(NamedTuple):
-    """How a kernel of linear.cu divides the work: macros, grid, threads and shared memory."""
+    """How a kernel of cuda/ divides the work: macros, grid, threads and shared memory."""
 
     name: str
     defines: tuple[tuple[str, int], ...]
@@ -54,16 +54,27 @@ def linear(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | 
     if len(x) > BATCH or x.dtype not in KINDS or (bias is not None and bias.dtype not in KINDS):
         return False
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
-    cut = None if INTERPRETED else _cut(x, data, recipe, bias)
-    if cut is not None:
-        _launch(cut, out, x, data, recipe, bias)
-    else:
-        _launch_tiles(out, x, data, recipe, bias)
+    if not INTERPRETED and _in_cuda(out, x, data, recipe, bias):
+        return True
+    _launch_tiles(out, x, data, recipe, bias)
+    return True
+
+
+def _in_cuda(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
+    """Multiply with cuda/, or say that it is not made for this."""
+    if len(x) > FEW and recipe.format.bits != 4:
+        return False
+    for first in range(0, len(x), FEW):
+        some = x[first : first + FEW]
+        cut = _cut(some, data, recipe, bias)
+        if cut is None:
+            return False
+        _launch(cut, out[first : first + FEW], some, data, recipe, bias)
     return True
 
 
 def _cut(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Cut | None:
-    """How linear.cu does this call, or None if it does not."""
+    """How cuda/ does this call, or None if it does not."""
     format = recipe.format
     codes = _codes(format)
     aligned = all(address % 16 == 0 for address in (x.data_ptr(), data.data_ptr(), data.stride(0)))
@@ -82,12 +93,12 @@ def plan(codes: int, format: Format, batch: int, n: int, k: int, kind: int, bias
     common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": int(format.scale), "BLOCK": block, "UNROLL": 1}
     if codes == INT8 and batch == 1 and block % 16 == 0 and -(-k // 512) * 2048 <= SHARED:
         rows, teams, parts, waves = (2, 8, 2, 1 << 20) if n * k < 60_000_000 else (4, 4, 2, 8)
-        defines = common | {"DOT": 1, "ROWS": rows, "TEAMS": teams, "KS": parts, "RESIDENT": 1024}
+        defines = common | {"ROWS": rows, "TEAMS": teams, "KS": parts, "RESIDENT": 1024}
         grid = min(processors * waves, -(-n // (rows * teams)))
         return Cut("dot", tuple(defines.items()), grid, 32 * teams * parts, -(-k // 512) * 2048)
     if kind == 0 or batch > FEW:
         return None
-    tiles = 0 if batch == 1 else -(-batch // 8)
+    tiles = 0 if batch == 1 else next(count for count in (1, 2, 4) if batch <= 8 * count)
     wide = next((width for width in (16, 8, 4) if _fits(codes, block, tiles, width)), None)
     if wide is None:
         return None
@@ -96,9 +107,11 @@ def plan(codes: int, format: Format, batch: int, n: int, k: int, kind: int, bias
     if not small and tiles == 0:
         parts = 4 if not table else 16 if n * k < 100_000_000 else 8
         common["UNROLL"] = 2 if codes == INT4 and block >= 128 else 1
+    elif tiles == 4:
+        parts, tall, resident = 4, 2, 512
     elif not small:
         parts, tall, resident = (8, 1, 1024) if tiles == 1 else (8, 2, 512)
-    grid = processors * resident // (32 * parts) if table or tall == 2 else n
+    grid = processors * resident // (32 * parts) if table or (tiles == 2 and tall == 2) else n
     return tile_cut(common, codes, wide, tiles, tall, parts, resident, n, k, grid)
 
 
@@ -114,7 +127,7 @@ def tile_cut(
     k: int,
     grid: int,
 ) -> Cut | None:
-    """A cut for `tile` of linear.cu."""
+    """A cut for `tile` of cuda/."""
     defines = common | {"WIDE": wide, "TILES": tiles, "TALL": tall, "KS": parts, "RESIDENT": resident}
     chunk = 4 * wide * (2 if codes in (INT4, PAIRS) else 1)
     shared = 2 * 4 * parts * 16 * tall * max(1, 8 * tiles)  # sums
@@ -133,11 +146,16 @@ def _fits(codes: int, block: int, tiles: int, wide: int) -> bool:
     return block == 0 or block % chunk == 0 or (tiles == 0 and chunk in (2 * block, 4 * block))
 
 
+def sources(name: str) -> tuple[Path, ...]:
+    """The files that make up a kernel, in order."""
+    return CUDA / "instructions.cuh", CUDA / "numbers.cuh", CUDA / f"{name}.cu"
+
+
 def _launch(cut: Cut, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:
     n, k = len(data), x.shape[1]
     scales = Int(layout(recipe.format, k).scales_offset)
     with torch.cuda.device(x.device):
-        kernel = nvrtc.function(SOURCE, cut.name, cut.defines, x.device.index, early=True)
+        kernel = nvrtc.function(sources(cut.name), cut.name, cut.defines, x.device.index, early=True)
         sizes = (Int(n), Int(k), data.stride(0) if n > 1 else 0, scales)
         if cut.name == "dot":
             kernel(cut.grid, cut.threads, cut.shared, (data, x, out, bias, *sizes))

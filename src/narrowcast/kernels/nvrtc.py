@@ -78,15 +78,15 @@ def _value(argument: Tensor | int | None) -> ctypes._SimpleCData[int] | c_void_p
 
 @cache
 def function(
-    source: Path, name: str, defines: tuple[tuple[str, int], ...], device: int, early: bool = False
+    sources: tuple[Path, ...], name: str, defines: tuple[tuple[str, int], ...], device: int, early: bool = False
 ) -> Function:
-    """Compile the kernel `name` of a file with these macros set, for this device, which must be the current one.
+    """Compile the kernel `name` of these files, end to end, with these macros set, for the current device.
 
     `early` lets it start while the kernel before it in the stream ends; it has to wait for that one itself.
     """
-    text = "".join(f"#define {key} {value}\n" for key, value in defines) + source.read_text()
+    text = "".join(f"#define {key} {value}\n" for key, value in defines) + "".join(file.read_text() for file in sources)
     major, minor = torch.cuda.get_device_capability(device)
-    image = _compile(text, source.name, f"--gpu-architecture=sm_{major}{minor}")
+    image = _compile(text, sources[-1].name, f"--gpu-architecture=sm_{major}{minor}")
     torch.cuda.current_stream()  # makes sure that the device has a context
     module, handle = c_void_p(), c_void_p()
     _check(_driver().cuModuleLoadData(byref(module), image))

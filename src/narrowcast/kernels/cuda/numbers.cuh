@@ -1,0 +1,32 @@
+// Numbers in memory: scales, biases and results, by the kinds that the compiler is told.
+//
+//   X       0 fp32, 1 fp16, 2 bf16: x and y.   BIAS  -1 none, else the same numbers
+//   SCALE   0 none, 1 fp32, 2 bf16, 3 fp16, 4 e8m0.   BLOCK  elements per scale, 0 where a row has one or none
+//   UNROLL  chunks whose loads are under way while one is worked on.   RESIDENT  threads that a processor should hold
+
+constexpr int AHEAD = UNROLL;
+
+template <int KIND>
+__device__ __forceinline__ float number(const void* p, i64 i) {
+    if (KIND == 0) return __ldg((const float*)p + i);
+    u32 bits = __ldg((const u16*)p + i);
+    return KIND == 1 ? half_value(bits) : __uint_as_float(bits << 16);
+}
+
+__device__ __forceinline__ float scale_at(const u8* scales, int i) {
+    if (SCALE == 0) return 1.0f;
+    if (SCALE == 4) {
+        u32 e = __ldg(scales + i);
+        return __uint_as_float(e == 255 ? 0x7FC00000u : e << 23);
+    }
+    return number<SCALE == 1 ? 0 : SCALE == 2 ? 2 : 1>(scales, i);
+}
+
+__device__ __forceinline__ void store(void* y, i64 i, float value) {
+    if (X == 0) ((float*)y)[i] = value;
+    else ((u16*)y)[i] = X == 1 ? half_bits(value) : bfloat_bits(value);
+}
+
+__device__ __forceinline__ float with_bias(float value, const void* bias, int row) {
+    return BIAS < 0 ? value : value + number<(BIAS < 0 ? 0 : BIAS)>(bias, row);
+}
