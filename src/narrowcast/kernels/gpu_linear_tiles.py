@@ -33,7 +33,7 @@ from narrowcast.kernels.layout import ROW, Recipe, layout
 
 OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
-TILES = {16: (16, 128, 4, 3), 32: (64, 128, 4, 3), 64: (64, 128, 4, 3)}
+TILES = {16: (16, 128, 4, 3), 32: (32, 128, 4, 3), 64: (64, 128, 4, 3)}
 """Rows, step, warps and stages for each padded batch; bench/gpu_linear.py --sweep-tiles tries others."""
 
 
@@ -126,20 +126,10 @@ def linear_kernel(x, data, codes, scales, levels, bias, out, batch, rows, numel,
     codes_of = codes + start // CODE_SIZE
     scales_of = scales + (start + scales_at) // SCALE_SIZE
     for first in range(0, numel, STEP):
-        if BITS == 4:
-            # Low and high halves of bytes meet every other element of x: nothing has to change its place.
-            codes_at = first // 2 + tl.arange(0, STEP // 2)
-            there = inside[:, None] & (codes_at * 2 < numel)[None, :]
-            byte = tl.load(codes_of[:, None] + codes_at[None, :], mask=there, other=0).to(tl.int32)
-            part = product(byte & 15, x, data, scales_of, start + zeros_at, levels, inside, wanted, codes_at * 2, numel,
-                           x_stride, block, ELEMENT, BITS, SCALE, PER, FP8, OUTPUT, BATCH)  # fmt: skip
-            part += product(byte >> 4, x, data, scales_of, start + zeros_at, levels, inside, wanted, codes_at * 2 + 1,
-                            numel, x_stride, block, ELEMENT, BITS, SCALE, PER, FP8, OUTPUT, BATCH)  # fmt: skip
-        else:
-            code = unpacked(codes_of, first, numel, inside, BITS, ROWS, STEP)
-            place = first + tl.arange(0, STEP)
-            part = product(code, x, data, scales_of, start + zeros_at, levels, inside, wanted, place, numel, x_stride,
-                           block, ELEMENT, BITS, SCALE, PER, FP8, OUTPUT, BATCH)  # fmt: skip
+        code = unpacked(codes_of, first, numel, inside, BITS, ROWS, STEP)
+        place = first + tl.arange(0, STEP)
+        part = product(code, x, data, scales_of, start + zeros_at, levels, inside, wanted, place, numel, x_stride,
+                       block, ELEMENT, BITS, SCALE, PER, FP8, OUTPUT, BATCH)  # fmt: skip
         if PER == "step":
             part = part * scale_value(tl.load(scales_of + first // block, mask=inside, other=0), SCALE)[:, None]
         total += part
