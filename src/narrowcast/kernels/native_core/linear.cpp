@@ -239,7 +239,7 @@ void in_blocks(const Spec& spec, const Product& product, int64_t first, int64_t 
 
 template <class Code>
 void direct_rows(const Code& code, const Spec& spec, const Product& product, int64_t first, int64_t end) {
-    const int64_t length = prepared(spec), ahead = ROWS * product.stride;
+    const int64_t length = prepared(spec), ahead = fetch_ahead(product.stride);
     const float limit = spec.element == AFFINE ? 0x1p119f : HUGE_VALF;  // decoding cuts products past the largest number
     in_blocks(spec, product, first, end, Code::BYTES, limit, [&](const Steps& steps, Block& block, float* y) {
         for (int64_t b = 0, next; b < product.batch; b = next) {
@@ -256,7 +256,7 @@ void direct_rows(const Code& code, const Spec& spec, const Product& product, int
 #if defined(__AVX512VNNI__)
 template <class Code>
 void byte_rows(const Code& code, const Spec& spec, const Product& product, int64_t first, int64_t end) {
-    const int64_t length = prepared(spec), ahead = ROWS * product.stride;
+    const int64_t length = prepared(spec), ahead = fetch_ahead(product.stride);
     auto some = [&](auto rows, auto batch, const Steps& steps, Block& block, int row, int64_t b, float* y) {
         auto by = multiply_bytes<Code, rows(), batch(), 0>;
         if (steps.flush == 1) by = multiply_bytes<Code, rows(), batch(), 1>;
