@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -115,8 +116,10 @@ def test_the_checker_of_arrows_can_fail(source: str, module: str, wrong: list[st
 
 
 def run(code: str) -> str:
-    """What a fresh Python prints on either stream."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    """What a fresh Python prints on either stream. It may keep bytecode, as any user's does."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout + done.stderr
 
 
