@@ -1,0 +1,154 @@
+"""What stands for `narrowcast.kernels.nvrtc` where there is no GPU: kernels of CUDA, compiled for the CPU and run there.
+
+`function` has the contract of `nvrtc.function`. The files are compiled as they are, after `cuda.h`, which stands for CUDA,
+and with `instructions.h` in the place of `instructions.cuh`. Every launch runs twice, warps in order and in reverse, on
+copies of its tensors that end where memory may not be touched, with NaN (all ones) before them and between their rows.
+It raises `Broken` where the kernel does what a GPU forbids or leaves undefined (`machine.h`), where it writes to anything
+but its output, and where the two runs differ by a bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from narrowcast.kernels import nvrtc
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+SHARED = 208 << 10
+"""Bytes that a launch can ask for, and some more, which have to stay as they were."""
+
+OUT = 2
+"""Which argument of a kernel is written."""
+
+OPTIONS = (
+    "-std=c++17 -O1 -fPIC -shared -w -fno-strict-aliasing -ffp-contract=off -U_FORTIFY_SOURCE "
+    "-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero -fsanitize-undefined-trap-on-error"
+).split()
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Broken(Exception):
+    """A kernel did what it may not."""
+
+
+class Function:
+    """One kernel, compiled for the CPU."""
+
+    def __init__(self, library: Path) -> None:
+        self._launch = ctypes.CDLL(str(library)).launch
+        self._launch.restype = ctypes.c_char_p
+
+    def __call__(self, grid: int, threads: int, shared: int, arguments: Sequence[Tensor | int | None]) -> None:
+        """Launch as `nvrtc.Function` does, and wait."""
+        results = [self._run(grid, threads, shared, arguments, reverse) for reverse in (False, True)]
+        if not torch.equal(results[0].view(torch.uint8), results[1].view(torch.uint8)):
+            raise Broken("the result depends on the order of warps: a barrier is missing")
+        out = arguments[OUT]
+        assert isinstance(out, Tensor)
+        out.copy_(results[0])
+
+    def _run(
+        self, grid: int, threads: int, shared: int, arguments: Sequence[Tensor | int | None], reverse: bool
+    ) -> Tensor:
+        copies = [Guarded(one) if isinstance(one, Tensor) else None for one in arguments]
+        written = copies[OUT]
+        assert written is not None
+        written.tensor.view(torch.uint8).fill_(0xFF)
+        before = [None if copy is None else bytes(copy.memory[copy.head : copy.end]) for copy in copies]
+        given = [one if copy is None else copy.tensor for one, copy in zip(arguments, copies, strict=True)]
+        values = [nvrtc._value(one) for one in given]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        said = self._launch(grid, threads, shared, reverse, pointers).decode()
+        if said:
+            raise Broken(said + "; arguments: " + ", ".join(str(copy) for copy in copies if copy is not None))
+        for copy, then in zip(copies, before, strict=True):
+            if copy is not None and then is not None:
+                size = copy.start - copy.head if copy is written else len(then)
+                if copy.memory[copy.head : copy.head + size] != then[:size]:
+                    raise Broken(f"memory was written that is not the output: {copy}")
+        return written.tensor.clone()
+
+
+class Guarded:
+    """A copy of a tensor, strides and all, that ends right before a page without access."""
+
+    def __init__(self, source: Tensor) -> None:
+        page = mmap.PAGESIZE
+        places = 1 + sum((size - 1) * step for size, step in zip(source.shape, source.stride(), strict=True))
+        size = places * source.element_size()
+        self.head, self.end = page, page + -(-size // page) * page
+        self.start = self.end - size
+        self.memory = mmap.mmap(-1, self.end + page)
+        self.memory[self.head : self.end] = b"\xff" * (self.end - self.head)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        for guard in (0, self.end):
+            if _libc.mprotect(ctypes.c_void_p(address + guard), ctypes.c_size_t(page), 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+        flat = torch.frombuffer(self.memory, dtype=source.dtype, count=places, offset=self.start)
+        self.tensor = flat.as_strided(source.shape, source.stride())
+        self.tensor.copy_(source)
+
+    def __str__(self) -> str:
+        first = self.tensor.data_ptr()
+        return f"{first:#x} to {first + self.end - self.start:#x}"
+
+
+class Emulator:
+    """Compiles into `folder`, each set of macros once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._functions: dict[str, Function] = {}
+
+    def function(
+        self,
+        sources: tuple[Path, ...],
+        name: str,
+        defines: tuple[tuple[str, int], ...],
+        device: int | None,
+        early: bool = False,
+    ) -> Function:
+        """`nvrtc.function`, for the CPU."""
+        text = program(sources, name, defines)
+        key = hashlib.sha256((text + "".join(file.read_text() for file in sources)).encode()).hexdigest()[:16]
+        if key not in self._functions:
+            self._functions[key] = Function(self._compile(text, self._folder / f"{name}_{key}"))
+        return self._functions[key]
+
+    def _compile(self, text: str, stem: Path) -> Path:
+        assert COMPILER is not None
+        source, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
+        source.write_text(text)
+        command = [COMPILER, *OPTIONS, f"-I{HERE}", str(source), "-o", str(library)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise Broken(f"g++ could not compile {source.name}:\n{run.stderr[:4000]}")
+        return library
+
+
+def program(sources: tuple[Path, ...], name: str, defines: tuple[tuple[str, int], ...]) -> str:
+    """The kernel `name` of these files as a library for the CPU, whose one function is `launch`."""
+    kind, memory = re.findall(r"extern __shared__ (\w+) (\w+)\[\]", sources[-1].read_text())[0]
+    own = [HERE / file.with_suffix(".h").name for file in sources]
+    lines = [f"#define {key} {value}" for key, value in defines]
+    lines += ['#include "cuda.h"', f"thread_local {kind} {memory}[{SHARED} / sizeof({kind})];"]
+    lines += [f'#include "{mine if mine.exists() else file}"' for mine, file in zip(own, sources, strict=True)]
+    lines += [
+        'extern "C" const char* launch(int grid, int threads, int asked, int reverse, void* const* values) {',
+        f"    const char* memory = (const char*)::{memory};",
+        f"    return machine::launch(launch_of({name}, values), grid, threads, reverse, memory, {SHARED}, asked);",
+        "}",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,106 @@
+// kernels/cuda/instructions.cuh in plain C++: the same functions, to the bit where the hardware says which.
+//
+// Sums of an mma are fp32, one product after the other; tensor cores promise no order.
+#pragma once
+
+#include "cuda.h"
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// PTX: four bits for each byte of the result: which of the eight bytes, and whether its sign alone, eight times over.
+static inline u32 prmt(u32 a, u32 b, u32 select) {
+    const u64 both = u64(b) << 32 | a;
+    u32 result = 0;
+    for (int i = 0; i < 4; ++i) {
+        const u32 from = select >> (4 * i) & 15, byte = both >> (8 * (from & 7)) & 0xFF;
+        result |= (from & 8 ? (byte & 0x80 ? 0xFFu : 0u) : byte) << (8 * i);
+    }
+    return result;
+}
+
+static inline u32 insert(u32 word, u32 mask, u32 base) { return (word & mask) ^ base; }
+static inline uint4 stream16(const void* p) { return *(const uint4*)p; }
+static inline void after_the_last() {}
+
+// To `digits` binary digits, none below 2^lowest; to the nearest, halfway to the even one.
+static inline double rounded(double value, int digits, int lowest) {
+    if (value == 0 || !__builtin_isfinite(value)) return value;
+    const int last = __builtin_ilogb(value) - digits + 1;
+    const int place = last < lowest ? lowest : last;
+    return __builtin_ldexp(__builtin_nearbyint(__builtin_ldexp(value, -place)), place);
+}
+
+static inline float half_value(u32 bits) {
+    const u32 exponent = bits >> 10 & 31, fraction = bits & 1023;
+    double value = exponent ? __builtin_ldexp(1024 + fraction, int(exponent) - 25) : __builtin_ldexp(fraction, -24);
+    if (exponent == 31) value = fraction ? __builtin_nan("") : __builtin_inf();
+    return float(bits & 0x8000 ? -value : value);
+}
+
+static inline u16 half_of(double value) {
+    if (__builtin_isnan(value)) return 0x7FFF;
+    const u16 sign = __builtin_signbit(value) ? 0x8000 : 0;
+    const double size = __builtin_fabs(rounded(value, 11, -24));
+    if (size >= 65536) return sign | 0x7C00;
+    if (size < __builtin_ldexp(1, -14)) return sign | u16(__builtin_ldexp(size, 24));
+    const int exponent = __builtin_ilogb(size);
+    return sign | u16((exponent + 15) << 10 | (int(__builtin_ldexp(size, 10 - exponent)) - 1024));
+}
+
+static inline u16 bfloat_of(double value) {
+    if (__builtin_isnan(value)) return 0x7FFF;
+    const float near = float(rounded(value, 8, -133));  // too large a number becomes infinite here
+    u32 bits;
+    memcpy(&bits, &near, 4);
+    return u16(bits >> 16);
+}
+
+static inline u16 half_bits(float value) { return half_of(value); }
+static inline u16 bfloat_bits(float value) { return bfloat_of(value); }
+static inline u32 bfloat_pair(float low, float high) { return u32(bfloat_of(high)) << 16 | bfloat_of(low); }
+
+static inline float x_value(u32 bits) { return X == 1 ? half_value(bits & 0xFFFF) : __uint_as_float(bits << 16); }
+
+// A sum of two halves is exact in fp64, so that it is rounded once.
+static inline u32 plus(u32 pair, u32 offset) {
+    u32 result = 0;
+    for (int i = 0; i < 32; i += 16) {
+        const double sum = double(x_value(pair >> i)) + x_value(offset >> i);
+        result |= u32(X == 1 ? half_of(sum) : bfloat_of(sum)) << i;
+    }
+    return result;
+}
+
+struct Fragments {
+    u32 a[4], b[2];
+    float* c;
+};
+
+// PTX on m16n8k16: lane 4 g + t holds of A rows g and g + 8 (registers 0 and 1; 2 and 3) at k = 2 t, 2 t + 1 (and 8 on), of B
+// column g at the same k, of C rows g and g + 8, columns 2 t and 2 t + 1.
+static inline void multiply(void* const* brought) {
+    float a[16][16], b[16][8];
+    for (int lane = 0; lane < machine::WARP; ++lane) {
+        const Fragments& mine = *(const Fragments*)brought[lane];
+        const int g = lane / 4, t = lane % 4;
+        for (int half = 0; half < 2; ++half)
+            for (int i = 0; i < 4; ++i) {
+                a[g + i % 2 * 8][i / 2 * 8 + 2 * t + half] = x_value(mine.a[i] >> (16 * half));
+                if (i < 2) b[i * 8 + 2 * t + half][g] = x_value(mine.b[i] >> (16 * half));
+            }
+    }
+    for (int lane = 0; lane < machine::WARP; ++lane)
+        for (int i = 0; i < 4; ++i) {
+            float& sum = ((const Fragments*)brought[lane])->c[i];
+            for (int k = 0; k < 16; ++k) sum += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
+        }
+}
+
+static inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    Fragments mine = {{a0, a1, a2, a3}, {b0, b1}, c};
+    machine::wait_in_warp(multiply, &mine);
+}
