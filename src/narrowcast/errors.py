@@ -75,3 +75,7 @@ class StateDictError(NarrowcastError, RuntimeError):
 
 class TargetError(CheckpointError):
     """The place to write to is taken."""
+
+
+class GradientError(NarrowcastError, RuntimeError):
+    """A gradient was asked for that an operation does not have."""

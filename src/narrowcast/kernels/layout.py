@@ -107,6 +107,17 @@ class Recipe(NamedTuple):
     table: Tensor | None
 
 
+class Grid(NamedTuple):
+    """A fixed set of levels, in units of a scale: what training quantizes to."""
+
+    levels: Tensor
+    """fp32 [n], ascending, finite."""
+    thresholds: Tensor
+    """fp32 [n - 1]: the code of v is how many thresholds lie below v, so that ties go to the lower level."""
+    uniform: bool
+    """Levels are consecutive integers: v is rounded half to even, as integer codecs do, and thresholds do not count."""
+
+
 class Layout(NamedTuple):
     """Byte offsets inside one row of `numel` elements."""
 

@@ -1,0 +1,146 @@
+"""Fake quantization: floats in, floats out, each at a level of a fixed grid times a scale.
+
+`torch.ops.narrowcast.fake_quantize` takes x of any shape and one scale for all of it (axis -1) or one for each slice
+along `axis`. With v = x * (1 / scale), both operations rounded to fp32, and q the level of v, y = q * scale in x's
+dtype: bit for bit what a codec with these scales, levels and thresholds decodes. Infinities are clipped like every
+other number beyond the outermost levels; a NaN stays one.
+
+Gradients are straight-through: of x, the gradient where levels[0] <= v <= levels[-1] and zero beyond; of a scale, the
+sum over its slice of grad * (q - v) inside and grad * q beyond: LSQ's step and APoT's reparameterized clipping, in
+units of the grid. The terms are fp32, their sum is fp64 in an order that depends on the shape and the machine alone, never
+on threads; a NaN in x makes it NaN. They have no gradients of their own.
+
+Scales are trusted to be finite and at least FLT_MIN in magnitude. fp64 is computed in fp32, as codecs do. Results lie
+in memory as x does; autocast does not touch any of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.library import Library, register_autograd, register_fake
+
+from narrowcast.errors import DtypeError, GradientError, ShapeError
+from narrowcast.kernels import reference
+from narrowcast.kernels.layout import Grid
+
+__all__ = ["Grid", "fake_quantize"]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def fake_quantize(x: Tensor, scale: Tensor, grid: Grid, axis: int | None) -> Tensor:
+    """`x` at the levels of `grid` times `scale`: one for all of x (axis None), or one per slice along `axis`."""
+    place = _check(x, scale, axis)
+    return torch.ops.narrowcast.fake_quantize(x, scale.float(), *grid, place)  # type: ignore[no-any-return]
+
+
+def _check(x: Tensor, scale: Tensor, axis: int | None) -> int:
+    """The axis as operators take it: never negative, but -1 for None."""
+    if x.dtype not in DTYPES:
+        raise DtypeError(
+            f"x has dtype {x.dtype}: fake quantization takes float32, float16, bfloat16 and float64. "
+            "Integers have no gradient; convert first with x.float()."
+        )
+    if axis is not None and not -x.dim() <= axis < x.dim():
+        raise ShapeError(
+            f"axis={axis}: x has {x.dim()} dimensions, shape {tuple(x.shape)}, so an axis is in "
+            f"[{-x.dim()}, {x.dim()}). Pass axis=None for one scale for all of x."
+        )
+    place = -1 if axis is None else axis % x.dim()
+    wanted = 1 if place < 0 else x.shape[place]
+    if scale.numel() != wanted:
+        raise ShapeError(
+            f"scale has {scale.numel()} elements, shape {tuple(scale.shape)}: axis={axis} of x, shape "
+            f"{tuple(x.shape)}, needs {wanted}, one for each slice. Was it made for another axis?"
+        )
+    return place
+
+
+# -- where elements lie: any dense layout is [outer, channels, inner] in memory order --------------------------------
+
+
+def _slices(x: Tensor, axis: int) -> Tensor:
+    """A dense tensor, seen as [outer, channels, inner]; the channels are the slices along `axis`, or all is one."""
+    if axis < 0:
+        return x.as_strided((1, 1, x.numel()), (x.numel(), x.numel(), 1))
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
+    place = order.index(axis)
+    ordered = x.permute(order)
+    outer = 1
+    for size in ordered.shape[:place]:
+        outer *= size
+    return ordered.view(outer, x.shape[axis], -1)
+
+
+def _laid_out_as(x: Tensor, out: Tensor) -> Tensor:
+    """`x` with the strides of `out`, copied where it has others."""
+    return x if x.stride() == out.stride() else torch.empty_like(out, dtype=x.dtype).copy_(x)
+
+
+# -- implementations -------------------------------------------------------------------------------------------------
+
+
+def _forward(x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, uniform: bool, axis: int) -> Tensor:
+    out = torch.empty_like(x)
+    if x.numel():
+        grid = Grid(levels, thresholds, uniform)
+        source = _slices(_laid_out_as(x, out), axis)
+        _slices(out, axis).copy_(reference.fake_quantize(source, scale.reshape(-1), grid))
+    return out
+
+
+def _backward(
+    grad: Tensor, x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, uniform: bool, axis: int
+) -> tuple[Tensor, Tensor]:
+    of_x, of_scale = torch.empty_like(x), torch.zeros_like(scale)
+    if x.numel():
+        grid = Grid(levels, thresholds, uniform)
+        grads, source = _slices(_laid_out_as(grad, of_x), axis), _slices(_laid_out_as(x, of_x), axis)
+        found = reference.fake_quantize_backward(grads, source, scale.reshape(-1), grid)
+        _slices(of_x, axis).copy_(found[0])
+        of_scale.copy_(found[1].view_as(of_scale))
+    return of_x, of_scale
+
+
+def _shape(x: Tensor, *rest: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _backward_shape(grad: Tensor, x: Tensor, scale: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(scale)
+
+
+def _remember(ctx: FunctionCtx, inputs: tuple[object, ...], output: Tensor) -> None:
+    *tensors, uniform, axis = inputs
+    ctx.save_for_backward(*tensors)  # type: ignore[arg-type]
+    ctx.rest = uniform, axis  # type: ignore[attr-defined]
+
+
+def _gradients(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+    of_x, of_scale = torch.ops.narrowcast.fake_quantize_backward(grad, *ctx.saved_tensors, *ctx.rest)
+    return of_x, of_scale, None, None, None, None
+
+
+def _refuse(ctx: FunctionCtx, *grads: Tensor) -> None:
+    raise GradientError(
+        "fake_quantize was differentiated twice: its straight-through gradient is a rule, not a derivative, and has "
+        "none of its own. Usual cause: a gradient penalty or create_graph=True over quantized layers. "
+        "Compute the penalty on the float model, or detach() the first gradient."
+    )
+
+
+_library = Library("narrowcast", "FRAGMENT")  # type: ignore[no-untyped-call]
+_REST = "Tensor x, Tensor scale, Tensor levels, Tensor thresholds, bool uniform, int axis"
+for _name, _schema, _implementation, _fake in (
+    ("fake_quantize", f"({_REST}) -> Tensor", _forward, _shape),
+    ("fake_quantize_backward", f"(Tensor grad, {_REST}) -> (Tensor, Tensor)", _backward, _backward_shape),
+):
+    _library.define(_name + _schema)  # type: ignore[no-untyped-call]
+    _library.impl(_name, _implementation, "CPU")  # type: ignore[no-untyped-call]
+    _library.impl(_name, _implementation, "CUDA")  # type: ignore[no-untyped-call]
+    register_fake(f"narrowcast::{_name}", _fake, lib=_library)
+register_autograd("narrowcast::fake_quantize", _gradients, setup_context=_remember, lib=_library)
+register_autograd("narrowcast::fake_quantize_backward", _refuse, lib=_library)
