@@ -134,6 +134,11 @@ def fake_quantize_backward(grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -
     return of_x, terms.double().sum((0, 2)).float()
 
 
+def integer_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """int8 `x` [batch, k] times the transpose of int8 `weight` [rows, k], in int32: exact, since fp64 holds every sum."""
+    return (x.double() @ weight.double().t()).to(torch.int32)
+
+
 def nearest_level(x: Tensor, scale: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """v = x / scale in fp32, and its level; both are NaN where x is."""
     v = to_float32(x) * (1.0 / scale).view(1, -1, 1)

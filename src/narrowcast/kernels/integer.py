@@ -1,0 +1,58 @@
+"""Exact products of integers: int8 x int8 -> int32.
+
+`torch.ops.narrowcast.integer_linear` takes x [batch, k] and weights [rows, k], both int8, and returns int32 [batch, rows],
+each element the sum of k products. It is exact on every machine, so there is no order of sums to speak of: k is at most
+131071, for which even -128 times -128 throughout fits into an int32. Integers have no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from narrowcast.errors import DtypeError, ShapeError
+from narrowcast.kernels import ops, reference
+
+LONGEST = 2**17 - 1
+"""The largest k: 2**17 products of 2**14 would be 2**31, one too many for an int32."""
+
+
+def integer_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """int8 `x` [batch, k] times int8 `weight` [rows, k]: int32 [batch, rows], exact."""
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.dtype != torch.int8:
+            raise DtypeError(
+                f"{name} has dtype {tensor.dtype}: integer_linear multiplies int8 codes. If its values lie in "
+                f"[-128, 127], pass {name}.to(torch.int8)."
+            )
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ShapeError(
+            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: integer_linear takes [batch, k] and "
+            "[rows, k] with the same k. Flatten the leading dimensions of x, as in x.flatten(0, -2)."
+        )
+    if x.shape[1] > LONGEST:
+        raise ShapeError(
+            f"x has k={x.shape[1]}: a sum of more than {LONGEST} products of int8 may overflow int32. "
+            "Multiply in parts along k and add them up in int64."
+        )
+    if ops.unwatched(x):
+        return _multiply(x, weight)
+    return torch.ops.narrowcast.integer_linear(x, weight)  # type: ignore[no-any-return]
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    out = _shape(x, weight)
+    out.copy_(reference.integer_linear(x, weight))
+    return out
+
+
+def _shape(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
+
+
+_library = Library("narrowcast", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("integer_linear(Tensor x, Tensor weight) -> Tensor")  # type: ignore[no-untyped-call]
+_library.impl("integer_linear", _multiply, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("integer_linear", _multiply, "CUDA")  # type: ignore[no-untyped-call]
+register_fake("narrowcast::integer_linear", _shape, lib=_library)
