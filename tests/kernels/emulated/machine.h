@@ -23,7 +23,7 @@ static Index threadIdx, blockIdx, blockDim, gridDim;
 namespace machine {
 
 constexpr int WARP = 32;
-constexpr size_t STACK = 32 << 10;
+constexpr size_t STACK = 8 << 10;  // small, since it is filled anew for each block; signals have one of their own
 constexpr int FAULTS[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGFPE};
 
 enum State { RUNS, IN_WARP, IN_BLOCK, ENDED };
@@ -148,8 +148,12 @@ static const char* launch(void (*kernel)(), int grid, int threads, bool reverse,
     error[0] = 0, body = kernel;
     blockDim = {unsigned(threads), 1, 1}, gridDim = {unsigned(grid), 1, 1}, blockIdx = {};
     if (threads < WARP || threads > 1024 || threads % WARP || asked > size) fail("cannot be launched so", 0);
+    static char altstack[64 << 10];
+    stack_t own = {}, other;
+    own.ss_sp = altstack, own.ss_size = sizeof altstack;
+    sigaltstack(&own, &other);
     struct sigaction mine = {}, before[sizeof FAULTS / sizeof *FAULTS];
-    mine.sa_sigaction = on_fault, mine.sa_flags = SA_SIGINFO;
+    mine.sa_sigaction = on_fault, mine.sa_flags = SA_SIGINFO | SA_ONSTACK;
     for (size_t i = 0; i < sizeof FAULTS / sizeof *FAULTS; ++i) sigaction(FAULTS[i], &mine, before + i);
     fibers = (Fiber*)calloc(threads, sizeof(Fiber));
     char* const stacks = (char*)mmap(nullptr, threads * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -164,12 +168,15 @@ static const char* launch(void (*kernel)(), int grid, int threads, bool reverse,
             makecontext(&fibers[i].context, begin, 0);
         }
         run_block(threads, reverse);
+        for (int i = 0; i < threads && !failed(); ++i)
+            if (stacks[i * STACK] != char(0xFF)) fail("has too small a stack: STACK of machine.h", i);
         for (size_t i = asked; i < size && !failed(); ++i)
             if (dynamic[i] != char(0xFF)) fail("or another wrote past the shared memory of the launch", 0);
     }
     munmap(stacks, threads * STACK);
     free(fibers);
     for (size_t i = 0; i < sizeof FAULTS / sizeof *FAULTS; ++i) sigaction(FAULTS[i], before + i, nullptr);
+    sigaltstack(&other, nullptr);
     return error;
 }
 

@@ -1,0 +1,293 @@
+"""The kernels of kernels/cuda, run on a CPU (emulated/device.py): each cut of the work, against fp64.
+
+Two kinds of numbers: small integers times powers of two, whose sums are exact in fp32, so that a result has but one
+right value; and Gaussian ones, within the bound of test_gpu_linear.py. Each launch runs with warps in order and in
+reverse, on guarded memory, and must give the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import narrowcast as nc
+from narrowcast.kernels.layout import ROW, SCALE_BYTES, Element, Recipe, Scale, layout
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from emulated.device import COMPILER, Emulator
+from narrowcast.kernels import gpu_linear, nvrtc, reference
+from narrowcast.kernels.gpu_linear import Cut
+from test_gpu_linear import bound
+
+if COMPILER is None:
+    pytest.skip("g++ is not installed", allow_module_level=True)
+
+HALVES = (torch.float16, torch.bfloat16)
+CPU = torch.device("cpu")
+LARGE, LONG = 1 << 20, 1 << 16
+"""Rows that make a layer large to `plan`, and columns that are too many for `dot`."""
+
+UNITS = 2.0**11
+"""Levels that are a whole number of 2**-11 are used where sums have to be exact: all integers, and some of each table."""
+
+SPECS = (
+    "int8:block=row",
+    "int8",
+    "int8:block=32",
+    "int8:block=64,scale=fp16",
+    "int8:block=256,scale=e8m0",
+    "int4:block=row,scale=fp16",
+    "int4",
+    "int4:block=32,scale=fp32",
+    "int4:block=128,scale=e8m0",
+    "int4:block=256",
+    "fp8_e4m3",
+    "fp8_e4m3:block=row,scale=bf16",
+    "fp8_e5m2:block=32,scale=fp16",
+    "fp8_e4m3:block=128",
+    "apot8:block=64,scale=e8m0",
+    "nf4:block=row,scale=e8m0",
+    "nf4",
+    "apot4:block=32,scale=fp32",
+    "nf4:block=128,scale=fp16",
+    "pot4:block=256",
+)
+
+
+class Case(NamedTuple):
+    """A codec, x and bias, the layer that `plan` is told of, and what a cut has other than that."""
+
+    spec: str
+    batch: int
+    dtype: torch.dtype
+    bias: torch.dtype | None = None
+    layer: tuple[int, int] | None = None
+    cut: dict[str, int] = {}  # noqa: RUF012
+
+    def __str__(self) -> str:
+        layer = [] if self.layer is None else ["x".join(map(str, self.layer))]
+        return "-".join(
+            [self.spec, str(self.batch), str(self.dtype)[6:], *layer, *(f"{k}{v}" for k, v in self.cut.items())]
+        )
+
+
+def planned(first: int) -> list[Case]:
+    """Each codec with each number of columns as `plan` cuts it; fp16 and bf16 by turns, kinds of bias too."""
+    return [
+        Case(spec, batch, HALVES[(i + j + first) % 2], (None, torch.float32, *HALVES)[(i + 2 * j) % 4])
+        for i, spec in enumerate(SPECS)
+        for j, batch in enumerate((1, 3, 12, 27))
+    ]
+
+
+DOT = [
+    Case("int8:block=16,scale=bf16", 1, torch.float16),
+    Case("int8:block=row", 1, torch.float32),
+    Case("int8", 1, torch.float32, torch.bfloat16),
+    Case("int8:block=32", 1, torch.float32, torch.float32),
+    Case("int8:block=row", 1, torch.bfloat16, torch.float32, (LARGE, 1056)),
+    Case("int8", 1, torch.float16, torch.float32, (LARGE, 1056)),
+    Case("int8", 1, torch.float32, None, (LARGE, 1056)),
+    Case("int8:block=48,scale=bf16", 1, torch.bfloat16, torch.float16, None, {"KS": 1}),
+    Case("int8", 1, torch.bfloat16, None, None, {"KS": 4, "TEAMS": 2, "UNROLL": 2}),
+]
+LARGER = [
+    Case("int8:block=row", 1, torch.float16, None, (LARGE, LONG)),
+    Case("int8:block=32", 1, torch.bfloat16, torch.float16, (256, LONG)),
+    Case("int8:block=16,scale=bf16", 1, torch.float16, None, (256, LONG)),
+    Case("int4:block=row", 1, torch.float16, None, (LARGE, 4096)),
+    Case("int4:block=32", 1, torch.bfloat16, torch.float32, (LARGE, 4096)),
+    Case("int4:block=128", 1, torch.float16, torch.bfloat16, (LARGE, 4096)),
+    Case("nf4", 1, torch.bfloat16, None, (20_000, 4096)),
+    Case("nf4", 1, torch.float16, torch.float16, (LARGE, 4096)),
+    Case("fp8_e4m3:block=128", 1, torch.bfloat16, None, (LARGE, 4096)),
+    *(
+        Case(spec, batch, dtype, None, (LARGE, 4096))
+        for spec, batch, dtype in (
+            ("int8:block=row", 8, torch.bfloat16),
+            ("int8", 11, torch.float16),
+            ("int4", 5, torch.float16),
+            ("int4", 16, torch.bfloat16),
+            ("nf4", 2, torch.float16),
+            ("nf4", 9, torch.bfloat16),
+            ("fp8_e4m3", 7, torch.bfloat16),
+            ("fp8_e5m2:block=128", 16, torch.float16),
+            ("int4", 32, torch.float16),
+        )
+    ),
+]
+OTHER = [
+    Case("int4:block=32", 1, torch.float16, None, None, {"TALL": 2, "KS": 4}),
+    Case("int4", 1, torch.bfloat16, None, None, {"WIDE": 8, "UNROLL": 2, "KS": 2}),
+    Case("int4", 1, torch.float16, None, None, {"WIDE": 4, "KS": 8}),
+    Case("nf4", 1, torch.float16, None, None, {"TALL": 2, "UNROLL": 2, "KS": 4}),
+    Case("nf4:block=128", 3, torch.bfloat16, None, None, {"UNROLL": 2, "KS": 4, "WIDE": 4}),
+    Case("int8:block=32", 4, torch.float16, None, None, {"UNROLL": 3, "KS": 2, "TALL": 2}),
+    Case("int8", 12, torch.bfloat16, None, None, {"WIDE": 8, "UNROLL": 2, "KS": 1}),
+    Case("fp8_e4m3:block=128", 30, torch.float16, None, None, {"TALL": 1, "KS": 8, "UNROLL": 2}),
+    Case("apot8:block=64", 20, torch.bfloat16, None, None, {"WIDE": 8, "KS": 2, "UNROLL": 2}),
+]
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(autouse=True)
+def host(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpu_linear.py as it is, with the emulator in the place of a GPU of two processors."""
+    monkeypatch.setattr(nvrtc, "function", emulator.function)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(gpu_linear, "_compiles", lambda: True)
+    monkeypatch.setattr(gpu_linear, "_processors", lambda device: 2)
+
+
+def cut_of(case: Case, recipe: Recipe, n: int, k: int) -> Cut:
+    """The cut of `plan` for the case's layer, with what the case changes, for n rows of k."""
+    codes = gpu_linear._codes(recipe.format)
+    assert codes is not None
+    kind, bias = gpu_linear.KINDS[case.dtype], -1 if case.bias is None else gpu_linear.KINDS[case.bias]
+    layer = case.layer or (n, k)
+    cut = gpu_linear.plan(codes, recipe.format, case.batch, *layer, kind, bias, 2)
+    assert cut is not None
+    defines = dict(cut.defines) | case.cut
+    if cut.name == "dot":
+        teams, parts = defines["TEAMS"], defines["KS"]
+        grid = min(cut.grid, -(-n // (teams * defines["ROWS"])))
+        return Cut("dot", tuple(defines.items()), grid, 32 * teams * parts, -(-k // 512) * 2048)
+    wide, tiles, *rest = [defines.pop(key) for key in ("WIDE", "TILES", "TALL", "KS", "RESIDENT")]
+    assert gpu_linear._fits(codes, defines["BLOCK"], tiles, wide)
+    made = gpu_linear.tile_cut(defines, codes, wide, tiles, *rest, n, k, cut.grid)
+    assert made is not None
+    return made
+
+
+def launch(cut: Cut, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
+    out = torch.empty(len(x), len(data), dtype=x.dtype)
+    gpu_linear._launch(cut, out, x, data, recipe, bias)
+    return out
+
+
+def as_read(recipe: Recipe, dtype: torch.dtype) -> Recipe:
+    """With levels rounded to x's dtype, as `tile` has them."""
+    if recipe.table is None:
+        return recipe
+    return recipe._replace(table=torch.stack([recipe.table[0].to(dtype).float(), recipe.table[1]]))
+
+
+def gaussian(case: Case, recipe: Recipe, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x, W encoded and a bias."""
+    generator = torch.Generator().manual_seed(n * k + case.batch)
+    data = reference.encode(torch.randn(n, k, generator=generator), recipe, 0)
+    x, bias = torch.randn(case.batch, k, generator=generator), torch.randn(n, generator=generator)
+    return x.to(case.dtype), data, None if case.bias is None else bias.to(case.bias)
+
+
+def levels(recipe: Recipe) -> Tensor:
+    """What the one or two codes of each byte stand for, [256, 1 or 2]; numbers above 1 are NaN."""
+    every = torch.zeros(256, 16, dtype=torch.uint8)
+    every[:, 0], every[:, 1] = torch.arange(256), 127  # a scale of 1
+    scaled = recipe._replace(format=recipe.format._replace(block=ROW, scale=Scale.E8M0))
+    value = reference.decode(every, 8 // recipe.format.bits, scaled, torch.float64)
+    return value.where(value.abs() <= 1, torch.nan)
+
+
+def whole(case: Case, recipe: Recipe, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x and a bias of small integers; W of integers, or of levels that are multiples of 1 / UNITS; scales of 1, 2 and 4.
+
+    There are gaps between rows, and ones for padding behind the scales.
+    """
+    generator = torch.Generator().manual_seed(n * k + case.batch)
+    format, place = recipe.format, layout(recipe.format, k)
+    codes = torch.arange(256)
+    if format.element != Element.INT:
+        codes = codes[levels(as_read(recipe, case.dtype)).mul(UNITS).frac().eq(0).all(1)]
+    data = torch.full((n, place.row_bytes + 32), 0xFF, dtype=torch.uint8)[:, : place.row_bytes]
+    picked = torch.randint(len(codes), (n, place.codes_bytes), generator=generator)
+    data[:, : place.codes_bytes] = codes[picked].to(torch.uint8)
+    if format.scale:
+        powers = torch.randint(0, 3, (n, place.groups), generator=generator)
+        kinds = {Scale.FP32: torch.float32, Scale.BF16: torch.bfloat16, Scale.FP16: torch.float16}
+        scale = Scale(format.scale)
+        stored = (
+            (powers + 127).to(torch.uint8) if scale == Scale.E8M0 else powers.exp2().to(kinds[scale]).view(torch.uint8)
+        )
+        data[:, place.scales_offset : place.zeros_offset] = stored
+    x = torch.full((case.batch, k + 8), torch.nan, dtype=case.dtype)[:, :k]
+    x.copy_(torch.randint(-2, 3, x.shape, generator=generator))
+    bias = torch.randint(-9, 10, (n,), generator=generator)
+    return x, data, None if case.bias is None else bias.to(case.bias)
+
+
+def exact(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
+    """The one right result: every sum, in any order, is a whole number of units that 24 binary digits hold."""
+    weight = reference.decode(data.contiguous(), x.shape[1], as_read(recipe, x.dtype), torch.float64)
+    units = 1.0 if recipe.format.element == Element.INT else UNITS
+    assert (weight * units).frac().eq(0).all()
+    assert ((x.double().abs() @ weight.abs().t()).max() + 9) * units < 2**24
+    result = x.double() @ weight.t()
+    return (result if bias is None else result + bias.double()).to(x.dtype)
+
+
+def spoil(row: Tensor, recipe: Recipe, k: int) -> None:
+    """Make the last block of an encoded row NaN: its scale, or the codes of a plain cast."""
+    place, size = layout(recipe.format, k), SCALE_BYTES[Scale(recipe.format.scale)]
+    end = place.zeros_offset if size else place.codes_bytes
+    row[end - max(size, 1) : end] = 0xFF
+
+
+def check(case: Case) -> None:
+    recipe = nc.codec(case.spec)._recipe(CPU)
+    for n, k in ((1, 288), (17, 2080), (40, 544)):
+        x, data, bias = whole(case, recipe, n, k)
+        assert torch.equal(launch(cut_of(case, recipe, n, k), x, data, recipe, bias), exact(x, data, recipe, bias))
+    n, k = 70, 1056
+    x, data, bias = gaussian(case, recipe, n, k)
+    cut = cut_of(case, recipe, n, k)
+    clean = launch(cut, x, data, recipe, bias)
+    right, allowed = bound(x, reference.decode(data, k, recipe, torch.float64), bias)
+    assert ((clean.double() - right).abs() <= allowed).all()
+    # One block that does all tiles gives the same bits, and a NaN stays in its row of W, or of x.
+    spoiled = torch.zeros(case.batch, n, dtype=torch.bool)
+    for row in (7, 23, 36):
+        spoil(data[row], recipe, k)
+        spoiled[:, row] = True
+    if case.batch > 1:
+        x[-1, -1] = torch.nan
+        spoiled[-1] = True
+    dirty = launch(cut._replace(grid=1), x, data, recipe, bias)
+    assert torch.equal(dirty.isnan(), spoiled)
+    assert torch.equal(dirty[~spoiled], clean[~spoiled])
+
+
+@pytest.mark.parametrize("case", DOT, ids=str)
+def test_dot_is_exact_where_sums_are_and_nan_stays_in_its_row(case: Case) -> None:
+    assert cut_of(case, nc.codec(case.spec)._recipe(CPU), 40, 544).name == "dot"
+    check(case)
+
+
+@pytest.mark.parametrize("case", planned(0), ids=str)
+def test_each_codec_is_exact_where_sums_are_and_nan_stays_in_its_row(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", planned(1), ids=str)
+def test_each_codec_with_the_other_half_precision(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", LARGER, ids=str)
+def test_the_cuts_of_large_layers_do_the_same(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", OTHER, ids=str)
+def test_cuts_that_no_plan_has_do_the_same(case: Case) -> None:
+    check(case)
