@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from narrowcast import kernels
 from narrowcast.kernels.layout import Format, Recipe, layout, scaling
 
-ABI = 2
+ABI = 3
 ISAS = ("plain", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 LIBRARY = "_narrowcast_core"
@@ -166,7 +166,8 @@ class Native:
             address, dtype = bias.data_ptr(), DTYPES[bias.dtype]
         rows = _spec(recipe, numel), data.data_ptr(), data.stride(0), data.shape[0]
         vectors = x.data_ptr(), DTYPES[x.dtype], x.stride(0), batch
-        threads = _threads(data.numel() * batch, LINEAR_GRAIN)
+        # All or one: OpenMP ends threads that a call leaves out, and would start them again for torch's next call.
+        threads = torch.get_num_threads() if data.numel() * batch >= 2 * LINEAR_GRAIN else 1
         _check(self._linear(*rows, *vectors, address, dtype, out.data_ptr(), out.stride(0), threads, self._isa))
         return True
 
@@ -182,10 +183,22 @@ def load(isa: str = "") -> tuple[Native | None, str]:
     library = ctypes.CDLL(str(path))
     if library.nc_abi() != ABI:
         return None, f"{path} was built for another version. Run: pip install --force-reinstall --no-deps narrowcast"
+    library.nc_team.argtypes, library.nc_team.restype = (c_void_p,), None
+    library.nc_team(_openmp())
     best = library.nc_best_isa()
     if isa and (isa not in ISAS or ISAS.index(isa) > best):
         return None, f"NARROWCAST_KERNEL asks for native/{isa}, and this CPU has {', '.join(ISAS[: best + 1])}."
     return Native(library, ISAS.index(isa) if isa else best), ""
+
+
+@cache
+def _openmp() -> int | None:
+    """The address of GOMP_parallel in the OpenMP that torch brought along, where it is GNU's."""
+    beside = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    beside += sorted(Path(torch.__file__).parent.with_name("torch.libs").glob("libgomp*.so*"))
+    if not beside or "USE_OPENMP=ON" not in torch.__config__.show():
+        return None
+    return ctypes.cast(ctypes.CDLL(str(beside[0])).GOMP_parallel, c_void_p).value
 
 
 def find() -> Path | None:
@@ -220,8 +233,8 @@ def _contiguous(data: Tensor) -> Tensor:
     return data if data.stride(-1) == 1 else data.contiguous()
 
 
-def _threads(work: int, grain: int = GRAIN) -> int:
-    return 1 if work < 2 * grain else min(torch.get_num_threads(), work // grain)
+def _threads(elements: int) -> int:
+    return 1 if elements < 2 * GRAIN else min(torch.get_num_threads(), elements // GRAIN)
 
 
 def _check(failed: int) -> None:

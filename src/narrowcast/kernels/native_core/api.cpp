@@ -1,6 +1,7 @@
 // The C ABI: cuts rows into tasks, gives them to threads, and picks the kernels for this CPU.
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -69,6 +70,34 @@ int32_t parallel(int64_t tasks, int32_t threads, const std::function<void(int64_
     return 0;
 }
 
+// OpenMP's team of threads, where the process has one: after a parallel operation of torch's they spin for milliseconds, and
+// threads of our own would have to share the cores with them. Forgotten by a forked child, in which that team is dead.
+using Team = void (*)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+std::atomic<Team> team{nullptr};
+
+// As `parallel`, on OpenMP's team if there is one.
+int32_t parallel_in_team(int64_t tasks, int32_t threads, const std::function<void(int64_t)>& work) {
+    const Team run = team;
+    if (!run || threads < 2 || tasks < 2) return parallel(tasks, threads, work);
+    struct Job {
+        const std::function<void(int64_t)>& work;
+        const int64_t tasks;
+        std::atomic<int64_t> next{0};
+        std::atomic<int32_t> failed{0};
+    } job{work, tasks};
+    auto take = [](void* data) {
+        Job& job = *static_cast<Job*>(data);
+        KeepDenormals keep;
+        try {
+            for (int64_t task; (task = job.next.fetch_add(1)) < job.tasks;) job.work(task);
+        } catch (...) {
+            job.failed = 1;
+        }
+    };
+    run(take, &job, unsigned(threads), 0);
+    return job.failed;
+}
+
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A row in parts of about CHUNK elements that each hold whole groups, or that start at multiples of CHUNK.
@@ -128,7 +157,7 @@ int32_t encode_large(const Kernels& k, const Spec& spec, Floats row, uint8_t* ou
 #define NC_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-NC_EXPORT int32_t nc_abi() { return 2; }
+NC_EXPORT int32_t nc_abi() { return 3; }
 
 // The best of plain (0), avx2 (1) and avx512 (2) that this CPU runs.
 NC_EXPORT int32_t nc_best_isa() {
@@ -143,6 +172,13 @@ NC_EXPORT int32_t nc_best_isa() {
 #else
     return 0;
 #endif
+}
+
+// Hands over GOMP_parallel of the OpenMP that torch uses, or null.
+NC_EXPORT void nc_team(void* parallel) {
+    static const int once = pthread_atfork(nullptr, nullptr, [] { team = nullptr; });
+    (void)once;
+    team = reinterpret_cast<Team>(parallel);
 }
 
 // New memory that is about to be written whole: ask for large pages, since a fault for every 4096 bytes takes longer than
@@ -253,7 +289,7 @@ NC_EXPORT int32_t nc_linear(const Spec* spec, const uint8_t* data, int64_t strid
                         Floats{bias, bias_dtype}, out, out_stride, kernels(isa)->decode};
         // A few tasks a thread, so that one that was held up leaves the rest to the others; whole blocks of four rows.
         int64_t size = threads > 1 ? std::max<int64_t>(4, rows / (8 * threads) / 4 * 4) : rows;
-        return parallel(ceil_div(rows, size), threads, [&](int64_t task) {
+        return parallel_in_team(ceil_div(rows, size), threads, [&](int64_t task) {
             m.linear(*spec, product, task * size, std::min(rows, (task + 1) * size));
         });
     } catch (...) {

@@ -65,7 +65,9 @@ void prepare(const Spec& spec, Floats x, float* out, float* gain) {
     auto digits = [&](const auto& code) { prepare_digits(code, spec, steps, from, fixed, out); };
     if (steps.direct && with_bytes(spec, digits)) return;
 #endif
-    const float by = steps.direct && most >= as<uint32_t>(MANY) ? 1.0f / MANY : 1.0f;
+    float by = 1.0f;
+    if (steps.direct && most >= as<uint32_t>(MANY)) by = 1.0f / MANY;
+    if (steps.direct && most < as<uint32_t>(1.0f / MANY)) by = MANY;
     *gain = 1.0f / by;
     const int64_t each = steps.direct ? steps.per_lane : 1, size = each * LANES;
     int64_t i = 0;

@@ -10,7 +10,8 @@ namespace {
 
 constexpr int ROWS = 4;              // rows whose sums run side by side, so that additions need not wait for each other
 constexpr int64_t SPAN = 1024;       // elements decoded at a time on the plain way
-constexpr float MANY = 0x1p64f;      // from this magnitude on x is multiplied with 2^-64 first: a code times x must be finite
+constexpr float MANY = 0x1p64f;      // x beyond this, or below its inverse, is brought nearer to one first, so that
+                                     // codes times x neither overflow nor lose digits
 
 // How a row is cut into steps, and steps into flushes of sums into totals.
 struct Steps {
