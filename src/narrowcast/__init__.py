@@ -9,7 +9,7 @@ y = nc.decode(payload)
 from narrowcast import codecs, errors, integrations, nn
 from narrowcast.codecs import Codec, codec, list_codecs, which_kernel
 from narrowcast.models import load, save
-from narrowcast.nn import Report, dequantize_, quantize_
+from narrowcast.nn import Report, dequantize_, parameter_groups, prepare_qat_, quantize_
 from narrowcast.payload import Payload, decode, encode
 
 __version__ = "0.1.0"
@@ -28,6 +28,8 @@ __all__ = [
     "list_codecs",
     "load",
     "nn",
+    "parameter_groups",
+    "prepare_qat_",
     "quantize_",
     "save",
     "which_kernel",

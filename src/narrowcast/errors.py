@@ -79,3 +79,11 @@ class TargetError(CheckpointError):
 
 class GradientError(NarrowcastError, RuntimeError):
     """A gradient was asked for that an operation does not have."""
+
+
+class CalibrationError(NarrowcastError, RuntimeError):
+    """A quantizer has no clip yet, or no data to choose one from."""
+
+
+class ClipWarning(UserWarning):
+    """A learned clip left the positive numbers; training goes on at the smallest clip there is."""

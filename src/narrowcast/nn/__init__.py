@@ -11,7 +11,11 @@ from narrowcast.nn.embedding import Embedding
 from narrowcast.nn.encoded import Encoded
 from narrowcast.nn.encodings import adopt, encodings
 from narrowcast.nn.experts import ExpertRows
+from narrowcast.nn.fake_quantize import FakeQuantize
 from narrowcast.nn.linear import Linear
+from narrowcast.nn.observers import LeastSquares, MinMax, MovingAverage, Observer, Percentile
+from narrowcast.nn.prepare import parameter_groups, prepare_qat_
+from narrowcast.nn.qat import QatConv1d, QatConv2d, QatConv3d, QatEmbedding, QatLinear
 from narrowcast.nn.report import Entry, Report
 from narrowcast.nn.slots import Skip
 
@@ -23,12 +27,25 @@ __all__ = [
     "Encoded",
     "Entry",
     "ExpertRows",
+    "FakeQuantize",
+    "LeastSquares",
     "Linear",
+    "MinMax",
+    "MovingAverage",
     "MultiheadAttention",
+    "Observer",
+    "Percentile",
+    "QatConv1d",
+    "QatConv2d",
+    "QatConv3d",
+    "QatEmbedding",
+    "QatLinear",
     "Report",
     "Skip",
     "adopt",
     "dequantize_",
     "encodings",
+    "parameter_groups",
+    "prepare_qat_",
     "quantize_",
 ]

@@ -2,7 +2,8 @@
 
 In eval mode nn.TransformerEncoderLayer hands the weights of its attention and its linear layers to one fused operator,
 past their modules, and nn.TransformerEncoder may make its input a nested tensor for it. Both look at a flag of their
-own first. Here that flag is lowered for encoders that hold encoded rows, and raised again once they hold none.
+own first. Here that flag is lowered for encoders that hold encoded rows, or weights that are quantized in training, and
+raised again once they hold none.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def settle(model: nn.Module) -> None:
 
 
 def _settle_flag(module: nn.Module, flag: str, off: object) -> None:
-    encoded = any(isinstance(child, Encoded) for child in module.modules())
+    encoded = any(isinstance(child, Encoded) or hasattr(child, "weight_quantizer") for child in module.modules())
     known = vars(module)
     if encoded and _BEFORE not in known:
         known[_BEFORE] = known.get(flag)
