@@ -1,10 +1,10 @@
-"""What stands for `narrowcast.kernels.nvrtc` where there is no GPU: kernels of CUDA, compiled for the CPU and run there.
+"""What stands for `narrowcast.kernels.nvrtc` where there is no GPU: CUDA kernels, compiled for the CPU and run there.
 
-`function` has the contract of `nvrtc.function`. The files are compiled as they are, after `cuda.h`, which stands for CUDA,
-and with `instructions.h` in the place of `instructions.cuh`. Every launch runs twice, warps in order and in reverse, on
-copies of its tensors that end where memory may not be touched, with NaN (all ones) before them and between their rows.
-It raises `Broken` where the kernel does what a GPU forbids or leaves undefined (`machine.h`), where it writes to anything
-but its output, and where the two runs differ by a bit.
+`function` has the contract of `nvrtc.function`. The files are compiled as they are, after `cuda.h`, which stands for
+CUDA, and with `instructions.h` in the place of `instructions.cuh`. Every launch runs twice, warps in order and in
+reverse, on copies of its tensors that end where memory may not be touched, with NaN (all ones) before them and between
+their rows. It raises `Broken` where the kernel does what a GPU forbids or leaves undefined (`machine.h`), where it
+writes to anything but its output, and where the two runs differ by a bit.
 """
 
 from __future__ import annotations
@@ -32,9 +32,17 @@ OUT = 2
 """Which argument of a kernel is written."""
 
 OPTIONS = (
-    "-std=c++17 -O1 -fPIC -shared -w -fno-strict-aliasing -ffp-contract=off -U_FORTIFY_SOURCE "
-    "-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero -fsanitize-undefined-trap-on-error"
-).split()
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-shared",
+    "-w",
+    "-U_FORTIFY_SOURCE",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",  # which nvcc does not assume either
+    "-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
+    "-fsanitize-undefined-trap-on-error",
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
