@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 CORE   := CMakeLists.txt $(wildcard src/narrowcast/kernels/native_core/*)
 
-.PHONY: help demo test lint format soak gpu bench wire sanitize clean
+.PHONY: help demo test lint format soak gpu bench linear quality wire sanitize clean
 
 help:            ## say what there is
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
@@ -43,11 +43,20 @@ soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, 
 	$(BIN)/pytest -m soak --timeout 3600
 
 gpu: $(VENV)/.dev        ## the kernels on a real GPU
-	$(BIN)/pytest tests/kernels/test_gpu.py tests/distributed/test_cuda.py
+	$(BIN)/pytest tests/kernels/test_gpu.py tests/kernels/test_gpu_linear.py tests/nn tests/distributed/test_cuda.py
 	$(BIN)/python bench/gpu.py
+	$(BIN)/python bench/gpu_linear.py
 
 bench: $(VENV)/.dev      ## time the codecs against a plain copy
 	$(BIN)/python bench/codec.py
+
+linear: $(VENV)/.dev     ## time linear layers on encoded weights on the CPU, beside rivals
+	$(BIN)/pip install --quiet --editable '.[bench]'
+	PYTHONPATH=bench $(BIN)/python bench/linear.py --end-to-end --convert
+
+quality: $(VENV)/.dev    ## what each codec leaves of a real model
+	$(BIN)/pip install --quiet --editable '.[bench]'
+	$(BIN)/python bench/quality.py
 
 wire: $(VENV)/.dev       ## time the collectives on a network in a box (needs root)
 	$(BIN)/pip install --quiet --editable '.[plot]'
