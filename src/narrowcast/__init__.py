@@ -9,7 +9,7 @@ y = nc.decode(payload)
 from narrowcast import codecs, errors, integrations, nn
 from narrowcast.codecs import Codec, codec, list_codecs, which_kernel
 from narrowcast.models import load, save
-from narrowcast.nn import Report, dequantize_, parameter_groups, prepare_qat_, quantize_
+from narrowcast.nn import Report, calibrate_, convert_, dequantize_, parameter_groups, prepare_qat_, quantize_
 from narrowcast.payload import Payload, decode, encode
 
 __version__ = "0.1.0"
@@ -18,8 +18,10 @@ __all__ = [
     "Codec",
     "Payload",
     "Report",
+    "calibrate_",
     "codec",
     "codecs",
+    "convert_",
     "decode",
     "dequantize_",
     "encode",

@@ -5,6 +5,7 @@ below are what a model then consists of; `encodings` and `adopt` carry it throug
 """
 
 from narrowcast.nn.attention import MultiheadAttention
+from narrowcast.nn.calibrate import Calibration, calibrate_
 from narrowcast.nn.conv import Conv1d, Conv2d, Conv3d
 from narrowcast.nn.convert import dequantize_, quantize_
 from narrowcast.nn.embedding import Embedding
@@ -14,12 +15,15 @@ from narrowcast.nn.experts import ExpertRows
 from narrowcast.nn.fake_quantize import FakeQuantize
 from narrowcast.nn.linear import Linear
 from narrowcast.nn.observers import LeastSquares, MinMax, MovingAverage, Observer, Percentile
+from narrowcast.nn.pack import convert_
 from narrowcast.nn.prepare import parameter_groups, prepare_qat_
 from narrowcast.nn.qat import QatConv1d, QatConv2d, QatConv3d, QatEmbedding, QatLinear
+from narrowcast.nn.quantized_input import IntegerConv1d, IntegerConv2d, IntegerLinear
 from narrowcast.nn.report import Entry, Report
 from narrowcast.nn.slots import Skip
 
 __all__ = [
+    "Calibration",
     "Conv1d",
     "Conv2d",
     "Conv3d",
@@ -28,6 +32,9 @@ __all__ = [
     "Entry",
     "ExpertRows",
     "FakeQuantize",
+    "IntegerConv1d",
+    "IntegerConv2d",
+    "IntegerLinear",
     "LeastSquares",
     "Linear",
     "MinMax",
@@ -43,6 +50,8 @@ __all__ = [
     "Report",
     "Skip",
     "adopt",
+    "calibrate_",
+    "convert_",
     "dequantize_",
     "encodings",
     "parameter_groups",
