@@ -3,7 +3,8 @@
 `calibrate_` runs batches through a prepared model, without gradients, while every quantizer of an input passes it on as
 it is and an observer looks on; then all clips are set at once. With `rounding="learned"` it runs them a second time,
 with the clips in use, and chooses for each weight the level below or above so that the layer's own output changes least
-(see rounding.py). If anything fails, an error in a batch or a layer that no batch reaches, the model is as it was.
+(see rounding.py). If anything fails while observing, an error in a batch or a layer that no batch reaches, the model is
+as it was.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ def calibrate_(
         raise SpecError(f'rounding={rounding!r}: expected "nearest" or "learned".')
     make = partial(make_observer, observer) if isinstance(observer, str) else observer
     make()  # a name that there is not is refused here
+    if rounding == "learned" and iter(loader) is loader:
+        raise CalibrationError(
+            "loader: it is an iterator, which gives its batches once, and learned rounding needs them twice. Pass a "
+            "list or a DataLoader. The model was left as it was."
+        )
     quantizers = _inputs(as_module(model))
     run = _Run(model, loader, batches, forward or _forward, progress)
     with torch.no_grad(), _evaluating(model):

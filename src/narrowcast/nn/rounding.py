@@ -6,8 +6,8 @@ convolution). So H is all that is needed of the data.
 
 As in AdaRound (Nagel et al., Up or Down?, ICML 2020), a number between 0 and 1 stands for each choice, starting where
 the weight lies between its two levels; it is trained on that error, and on a penalty that drives it to 0 or 1 and
-grows sharper on the way. Unlike there, levels may be any grid's. At the end each output keeps what it learned, or the nearest
-levels where those are better: no output gets worse.
+grows sharper on the way. Unlike there, levels may be any grid's. At the end each output keeps what it learned, or the
+nearest levels where those are better: no output gets worse.
 
 The weight becomes its chosen levels times the scale, which the nearest level then is. A layer that normalizes its
 weight stops to, since its levels would move with the deviation; its clips are chosen anew.
