@@ -3,9 +3,10 @@
 `FakeQuantize` holds one parameter, `alpha`: the clip, which is the magnitude that the grid's top level stands for. The
 scale is alpha / top, and what comes out is scale * level, bit for bit what the packed codec decodes. Gradients are
 straight-through; alpha's is APoT's reparameterized clipping, which is LSQ's in units of the clip: Q(v) - v inside, the
-sign outside. With `gradient_scale` (by default for integers) it is multiplied by top**2 / sqrt(n * top), n the elements
-per clip: then a step of plain SGD moves the scale as it does in LSQ, where the scale itself is the parameter and its
-gradient is multiplied by 1 / sqrt(n * top).
+sign outside. With `gradient_scale` it is multiplied by top**2 / sqrt(n * top), n the elements per clip (and per sample,
+where `batch_axis` is given): then a step of plain SGD moves the scale as it does in LSQ, where the scale itself is the
+parameter and its gradient is multiplied by 1 / sqrt(n * top). The default is that for integers of fewer than 8 bits. At
+8 bits a step is so small beside the range that one clipped element could move it past zero.
 
 - alpha is [1], or [channels] with `channel_axis`, and always fp32, as are levels and statistics: `.half()` and
   `.to(dtype)` move them but do not round them; autocast does not touch them.
@@ -70,6 +71,7 @@ class FakeQuantize(nn.Module):
         observer: str | Observer | None = None,
         normalize: str | None = None,
         gradient_scale: bool | None = None,
+        batch_axis: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -83,6 +85,7 @@ class FakeQuantize(nn.Module):
         self.start = check_start(start)
         self.normalize = normalize
         self.gradient_scale = gradient_scale
+        self.batch_axis = batch_axis
         self.collecting = False
         """Set by `calibrate_`: pass inputs on as they are, and show them to the observer."""
         self.observer = None if observer is None else make_observer(observer)
@@ -118,7 +121,8 @@ class FakeQuantize(nn.Module):
         """What is rounded, and the scale it is rounded with: x and alpha / top, unless x is normalized first."""
         if self.channel_axis is not None:
             _check_axis(x, self.channel_axis, self.alpha.numel())
-        scale = self._clip(x.numel()) / self.top
+        samples = 1 if self.batch_axis is None else max(x.shape[self.batch_axis], 1)
+        scale = self._clip(x.numel() // samples) / self.top
         if self.normalize is None:
             return x, scale
         shifted, deviation = self._normalized(x)
@@ -143,7 +147,7 @@ class FakeQuantize(nn.Module):
         return torch.where(good, fixed, FLOOR) + (passing - passing.detach()) * factor
 
     def _gradient_factor(self, numel: int) -> float:
-        wanted = self.uniform if self.gradient_scale is None else self.gradient_scale
+        wanted = self.uniform and self.codec.bits < 8 if self.gradient_scale is None else self.gradient_scale
         each = max(numel // max(self.alpha.numel(), 1), 1)
         return self.top**2 / math.sqrt(each * self.top) if wanted else 1.0
 

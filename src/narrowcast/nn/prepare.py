@@ -188,8 +188,14 @@ def _change(choice: Choice, quantizer: FakeQuantize, options: Options) -> Entry:
         assert base is not None
         inputs = None
         if choice.activations is not None and base is not nn.Embedding:
-            device = slot.float_weight().device
-            inputs = FakeQuantize(choice.activations, None, options.learn, start=options.start, device=device)
+            inputs = FakeQuantize(
+                choice.activations,
+                None,
+                options.learn,
+                start=options.start,
+                batch_axis=0,
+                device=slot.float_weight().device,
+            )
         quantizer.train(slot.module.training)
         if inputs is not None:
             inputs.train(slot.module.training)
