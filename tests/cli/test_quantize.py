@@ -436,6 +436,6 @@ def test_converting_holds_one_tensor_and_its_encoding(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    # KB. Each tensor has 16 MB and its encoding 4.2 MB. 12 MB are left for the allocator, and pages that Linux rounds up
-    # to 2 MB: less than a second tensor, so that holding two would fail. The file has 192 MB, encoded 50 MB.
+    # KB. Each tensor has 16 MB and its encoding 4.2 MB. 12 MB are left for the allocator, and pages rounded up to 2 MB:
+    # less than a second tensor, so that holding two would fail. The file has 192 MB, encoded 50 MB.
     assert int(done.stdout) < (16 + 4.2 + 12) * 1024
