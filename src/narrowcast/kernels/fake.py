@@ -22,7 +22,7 @@ from torch.autograd.function import FunctionCtx
 from torch.library import Library, register_autograd, register_fake
 
 from narrowcast.errors import DtypeError, GradientError, ShapeError
-from narrowcast.kernels import reference
+from narrowcast.kernels import ops
 from narrowcast.kernels.layout import Grid
 
 __all__ = ["Grid", "fake_quantize"]
@@ -86,22 +86,23 @@ def _laid_out_as(x: Tensor, out: Tensor) -> Tensor:
 def _forward(x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, uniform: bool, axis: int) -> Tensor:
     out = torch.empty_like(x)
     if x.numel():
-        grid = Grid(levels, thresholds, uniform)
-        source = _slices(_laid_out_as(x, out), axis)
-        _slices(out, axis).copy_(reference.fake_quantize(source, scale.reshape(-1), grid))
+        kernel = ops.kernel_for(x.device.type)
+        kernel.fresh(out)
+        source, grid = _slices(_laid_out_as(x, out), axis), Grid(levels, thresholds, uniform)
+        kernel.fake_quantize(_slices(out, axis), source, scale.reshape(-1).contiguous(), grid)
     return out
 
 
 def _backward(
     grad: Tensor, x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, uniform: bool, axis: int
 ) -> tuple[Tensor, Tensor]:
-    of_x, of_scale = torch.empty_like(x), torch.zeros_like(scale)
+    of_x, of_scale = torch.empty_like(x), torch.zeros(scale.shape, device=scale.device)
     if x.numel():
-        grid = Grid(levels, thresholds, uniform)
+        kernel = ops.kernel_for(x.device.type)
+        kernel.fresh(of_x)
         grads, source = _slices(_laid_out_as(grad, of_x), axis), _slices(_laid_out_as(x, of_x), axis)
-        found = reference.fake_quantize_backward(grads, source, scale.reshape(-1), grid)
-        _slices(of_x, axis).copy_(found[0])
-        of_scale.copy_(found[1].view_as(of_scale))
+        scales, grid = scale.reshape(-1).contiguous(), Grid(levels, thresholds, uniform)
+        kernel.fake_gradients(_slices(of_x, axis), of_scale.view(-1), grads, source, scales, grid)
     return of_x, of_scale
 
 
@@ -110,7 +111,7 @@ def _shape(x: Tensor, *rest: object) -> Tensor:
 
 
 def _backward_shape(grad: Tensor, x: Tensor, scale: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(scale)
+    return torch.empty_like(x), torch.empty(scale.shape, device=scale.device)
 
 
 def _remember(ctx: FunctionCtx, inputs: tuple[object, ...], output: Tensor) -> None:

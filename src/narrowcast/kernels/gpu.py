@@ -6,6 +6,7 @@
     gpu_scales   a block's statistics and its scale
     gpu_tiles    tiles of a row between memory and registers
     gpu_kernels  the kernels
+    gpu_fake     fake quantization, exact integer products
     gpu_tables   how a table of levels is searched
     gpu_plan     how a row is cut into tiles, and of what size
     gpu_arguments  what kernels are told

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.kernels import gpu_kernels, gpu_linear, gpu_plan
+from narrowcast.kernels import gpu_fake, gpu_kernels, gpu_linear, gpu_plan
 from narrowcast.kernels.gpu_arguments import encoding, ends, formatted, on, options, places, scale_size, seen, summing
 from narrowcast.kernels.gpu_plan import Cut, Tile, cut, launches, tile_for
-from narrowcast.kernels.layout import Element, Recipe, layout
+from narrowcast.kernels.layout import Element, Grid, Recipe, layout
 
 OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
@@ -76,6 +76,15 @@ class Triton:
 
     def linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
         return gpu_linear.linear(out, x, data, recipe, bias)
+
+    def fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
+        gpu_fake.fake_quantize(out, x, scale, grid)
+
+    def fake_gradients(self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
+        gpu_fake.fake_gradients(dx, dscale, grad, x, scale, grid)
+
+    def integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+        gpu_fake.integer_linear(out, x, weight)
 
 
 # -- launches -------------------------------------------------------------------------------------------------------

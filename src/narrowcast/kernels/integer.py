@@ -1,8 +1,8 @@
 """Exact products of integers: int8 x int8 -> int32.
 
-`torch.ops.narrowcast.integer_linear` takes x [batch, k] and weights [rows, k], both int8, and returns int32 [batch, rows],
-each element the sum of k products. It is exact on every machine, so there is no order of sums to speak of: k is at most
-131071, for which even -128 times -128 throughout fits into an int32. Integers have no gradient.
+`torch.ops.narrowcast.integer_linear` takes x [batch, k] and weights [rows, k], both int8, and returns int32
+[batch, rows], each element the sum of k products. It is exact on every machine, so there is no order of sums to speak
+of: k is at most 131071, for which even -128 times -128 throughout fits into an int32. Integers have no gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from narrowcast.errors import DtypeError, ShapeError
-from narrowcast.kernels import ops, reference
+from narrowcast.kernels import ops
 
 LONGEST = 2**17 - 1
 """The largest k: 2**17 products of 2**14 would be 2**31, one too many for an int32."""
@@ -43,7 +43,8 @@ def integer_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:
     out = _shape(x, weight)
-    out.copy_(reference.integer_linear(x, weight))
+    if out.numel():
+        ops.kernel_for(x.device.type).integer_linear(out, x, weight)
     return out
 
 

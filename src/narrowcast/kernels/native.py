@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from narrowcast import kernels
-from narrowcast.kernels.layout import Format, Recipe, layout, scaling
+from narrowcast.kernels.layout import Format, Grid, Recipe, layout, scaling
 
-ABI = 3
+ABI = 4
 ISAS = ("plain", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 LIBRARY = "_narrowcast_core"
@@ -107,6 +107,10 @@ class Native:
         self._reduce = _function(library, "nc_reduce", *summands, address, i64, i32, i32)
         factors = (address, address, i64, i64, address, i32, i64, i64)
         self._linear = _function(library, "nc_linear", *factors, address, i32, address, i64, i32, i32)
+        slices = (address, address, address, i32, i64, i64, i64)
+        self._fake = _function(library, "nc_fake", *slices, *(address,) * 4, i32, i32, i32, i32)
+        matrices = (address, i64, i64, i64, address, i64, i64)
+        self._integer = _function(library, "nc_integer_linear", *matrices, address, i64, i32, i32)
 
     def fresh(self, out: Tensor) -> None:
         if out.nbytes >= LARGE:
@@ -166,10 +170,30 @@ class Native:
             address, dtype = bias.data_ptr(), DTYPES[bias.dtype]
         rows = _spec(recipe, numel), data.data_ptr(), data.stride(0), data.shape[0]
         vectors = x.data_ptr(), DTYPES[x.dtype], x.stride(0), batch
-        # All or one: OpenMP ends threads that a call leaves out, and would start them again for torch's next call.
-        threads = torch.get_num_threads() if data.numel() * batch >= 2 * LINEAR_GRAIN else 1
+        threads = _team(data.numel() * batch, LINEAR_GRAIN)
         _check(self._linear(*rows, *vectors, address, dtype, out.data_ptr(), out.stride(0), threads, self._isa))
         return True
+
+    def fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
+        self._fake_quantize(out, None, None, x, scale, grid)
+
+    def fake_gradients(self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
+        self._fake_quantize(dx, dscale, grad, x, scale, grid)
+
+    def _fake_quantize(
+        self, out: Tensor, of_scale: Tensor | None, grad: Tensor | None, x: Tensor, scale: Tensor, grid: Grid
+    ) -> None:
+        slices = x.data_ptr(), grad.data_ptr() if grad is not None else None, out.data_ptr(), DTYPES[x.dtype], *x.shape
+        scales = scale.data_ptr(), of_scale.data_ptr() if of_scale is not None else None
+        levels = grid.levels.data_ptr(), grid.thresholds.data_ptr(), len(grid.levels), grid.uniform
+        _check(self._fake(*slices, *scales, *levels, _team(x.numel(), GRAIN), self._isa))
+
+    def integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+        x, weight = _contiguous(x), _contiguous(weight)
+        left = x.data_ptr(), x.stride(0), *x.shape
+        right = weight.data_ptr(), weight.stride(0), len(weight)
+        threads = _team(weight.numel() * len(x), LINEAR_GRAIN)
+        _check(self._integer(*left, *right, out.data_ptr(), out.stride(0), threads, self._isa))
 
 
 def load(isa: str = "") -> tuple[Native | None, str]:
@@ -231,6 +255,11 @@ def _summands(
 
 def _contiguous(data: Tensor) -> Tensor:
     return data if data.stride(-1) == 1 else data.contiguous()
+
+
+def _team(work: int, grain: int) -> int:
+    """All threads or one: OpenMP ends those that a call leaves out, and starts them again for torch's next call."""
+    return torch.get_num_threads() if work >= 2 * grain else 1
 
 
 def _threads(elements: int) -> int:

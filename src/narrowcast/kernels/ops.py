@@ -24,7 +24,7 @@ from torch.library import Library, register_fake
 
 from narrowcast.errors import KernelWarning
 from narrowcast.kernels import reference
-from narrowcast.kernels.layout import Format, Recipe, layout
+from narrowcast.kernels.layout import Format, Grid, Recipe, layout
 
 
 class Kernel(Protocol):
@@ -58,6 +58,15 @@ class Kernel(Protocol):
     def linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
         """x [batch, numel] times the rows of `data`, plus `bias`, into `out` [batch, rows]; False: not this one."""
         ...
+
+    # x, out and gradients are contiguous [outer, channels, inner]; scales are fp32 [channels]; nothing is empty.
+    def fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None: ...
+
+    def fake_gradients(
+        self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid
+    ) -> None: ...
+
+    def integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None: ...
 
 
 class Reference:
@@ -95,6 +104,16 @@ class Reference:
     def linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
         out.copy_(reference.linear(x, data, recipe, bias))
         return True
+
+    def fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
+        out.copy_(reference.fake_quantize(x, scale, grid))
+
+    def fake_gradients(self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
+        for out, found in zip((dx, dscale), reference.fake_quantize_backward(grad, x, scale, grid), strict=True):
+            out.copy_(found)
+
+    def integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+        out.copy_(reference.integer_linear(x, weight))
 
 
 @cache

@@ -135,7 +135,7 @@ def fake_quantize_backward(grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -
 
 
 def integer_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """int8 `x` [batch, k] times the transpose of int8 `weight` [rows, k], in int32: exact, since fp64 holds every sum."""
+    """int8 `x` [batch, k] times the transpose of int8 `weight` [rows, k], in int32: fp64 holds every sum exactly."""
     return (x.double() @ weight.double().t()).to(torch.int32)
 
 

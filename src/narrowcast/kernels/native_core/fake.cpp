@@ -1,0 +1,224 @@
+// Fake quantization of a run of elements, forward or backward, in one pass. Compiled once per instruction set.
+//
+// Pieces of 64 elements: v = x / scale, its level q, then either y, or the gradient of x and what the scale's sums up.
+// Terms are added to lane i mod 32 in fp64, and lanes in order at the end of a run: the same bits on every machine.
+
+#include "fake.h"
+
+#include <new>
+#include <type_traits>
+
+#include "fake_wide.h"
+
+namespace {
+
+constexpr int LANES = 32;
+
+// PIECE floats, or n of them and zeros.
+inline const float* piece_of(const void* data, int32_t dtype, int64_t at, int64_t n, float* buffer) {
+    const float* from = load(Floats{data, dtype}, at, n, buffer);
+    if (n == PIECE) return from;
+    if (from != buffer) std::memcpy(buffer, from, size_t(n) * 4);
+    std::memset(buffer + n, 0, size_t(PIECE - n) * 4);
+    return buffer;
+}
+
+// The gradient's own bits but for those elements that are outside: zeros there.
+template <class Bits>
+inline void pass(const void* grad, uint64_t outside, void* out, int64_t at, int64_t n) {
+    const Bits* from = static_cast<const Bits*>(grad) + at;
+    Bits* to = static_cast<Bits*>(out) + at;
+    for (int64_t i = 0; i < n; ++i) to[i] = outside >> i & 1 ? Bits(0) : from[i];
+}
+
+inline void pass_any(const FakeRun& run, uint64_t outside, int64_t at, int64_t n) {
+    switch (run.dtype) {
+        case F32: return pass<uint32_t>(run.grad, outside, run.out, at, n);
+        case F64: return pass<uint64_t>(run.grad, outside, run.out, at, n);
+        default: return pass<uint16_t>(run.grad, outside, run.out, at, n);
+    }
+}
+
+#if defined(__AVX512VBMI__)
+
+using Prepared = Lookups;
+
+template <class Way, bool EACH>
+void forward(const FakeGrid& grid, const FakeRun& run) {
+    const Way way(grid);
+    alignas(64) float buffer[PIECE], y[PIECE];
+    int64_t i = 0;
+    if (run.dtype == F32) {
+        const float* x = static_cast<const float*>(run.x) + run.begin;
+        float* out = static_cast<float*>(run.out) + run.begin;
+        const bool stream = run.stream && reinterpret_cast<uintptr_t>(out) % 64 == 0;
+        for (; i + PIECE <= run.count; i += PIECE) {
+            if (EACH) fetch(Floats{x, F32}, i + run.ahead, PIECE);
+            forward_piece(way, run, EACH, x + i, i, out + i, stream);
+        }
+    }
+    for (; i < run.count; i += PIECE) {
+        const int64_t n = std::min(PIECE, run.count - i), at = run.begin + i;
+        forward_piece(way, run, EACH, piece_of(run.x, run.dtype, at, n, buffer), i, y, false);
+        store(y, run.out, run.dtype, at, n);
+    }
+}
+
+template <class Way, bool EACH>
+void backward(const FakeGrid& grid, const FakeRun& run) {
+    const Way way(grid);
+    alignas(64) float buffer[PIECE], other[PIECE];
+    __m512d lanes[4] = {_mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd()};
+    int64_t i = 0;
+    if (run.dtype == F32) {
+        const float *x = static_cast<const float*>(run.x) + run.begin, *grad = static_cast<const float*>(run.grad) + run.begin;
+        float* out = static_cast<float*>(run.out) + run.begin;
+        const bool stream = run.stream && reinterpret_cast<uintptr_t>(out) % 64 == 0;
+        for (; i + PIECE <= run.count; i += PIECE) {
+            if (EACH) fetch(Floats{x, F32}, i + run.ahead, PIECE), fetch(Floats{grad, F32}, i + run.ahead, PIECE);
+            const uint64_t inside = ~backward_piece(way, grid, run, EACH, x + i, grad + i, i, lanes);
+            for (int j = 0; j < PIECE; j += 16) {
+                const __m512 kept = _mm512_maskz_loadu_ps(__mmask16(inside >> j), grad + i + j);
+                if (stream) _mm512_stream_ps(out + i + j, kept);
+                else _mm512_storeu_ps(out + i + j, kept);
+            }
+        }
+    }
+    for (; i < run.count; i += PIECE) {
+        const int64_t n = std::min(PIECE, run.count - i), at = run.begin + i;
+        const float* x = piece_of(run.x, run.dtype, at, n, buffer);
+        const float* grad = piece_of(run.grad, run.dtype, at, n, other);
+        pass_any(run, backward_piece(way, grid, run, EACH, x, grad, i, lanes), at, n);
+    }
+    if (EACH) return;
+    alignas(64) double sums[LANES];
+    for (int j = 0; j < 4; ++j) _mm512_store_pd(sums + 8 * j, lanes[j]);
+    double total = 0.0;
+    for (int j = 0; j < LANES; ++j) total += sums[j];
+    *run.sums = total;
+}
+
+#else
+
+using Prepared = Table;
+
+// The levels of PIECE numbers, whatever those of NaN are.
+struct Round {
+    float low, high;
+    explicit Round(const FakeGrid& grid) : low(grid.low), high(grid.high) {}
+    inline void find(const float* __restrict v, float* __restrict q) const {
+        for (int i = 0; i < PIECE; ++i) q[i] = (clamp(v[i], low, high) + ROUNDER) - ROUNDER;
+    }
+    static constexpr float plus = 0.0f;  // codes know no negative zero
+};
+
+template <int BITS>
+struct Coded {
+    const FakeGrid& grid;
+    explicit Coded(const FakeGrid& grid) : grid(grid) {}
+    inline void find(const float* __restrict v, float* __restrict q) const {
+        uint8_t codes[PIECE];
+        quantize_levels<BITS>(v, Scaling{1.0f, 1.0f, 0}, *reinterpret_cast<const Table*>(grid.table), codes);
+        for (int i = 0; i < PIECE; ++i) q[i] = grid.spec.levels[codes[i]];
+    }
+    static constexpr float plus = -0.0f;  // which changes nothing
+};
+
+inline float or_nan(float value, float v) { return v == v ? value : as<float>(0x7FC00000u); }
+
+template <class Way, bool EACH>
+void forward(const FakeGrid& grid, const FakeRun& run) {
+    const Way way(grid);
+    alignas(64) float buffer[PIECE], v[PIECE], q[PIECE];
+    for (int64_t i = 0; i < run.count; i += PIECE) {
+        const int64_t n = std::min(PIECE, run.count - i), at = run.begin + i;
+        const float* x = piece_of(run.x, run.dtype, at, n, buffer);
+        const float *scale = run.scale + (EACH ? i : 0), *inverse = run.inverse + (EACH ? i : 0);
+        for (int j = 0; j < PIECE; ++j) v[j] = x[j] * inverse[EACH ? j : 0];
+        way.find(v, q);
+        for (int j = 0; j < PIECE; ++j) q[j] = canonical(or_nan(q[j], v[j]) * scale[EACH ? j : 0] + Way::plus);
+        store(q, run.out, run.dtype, at, n);
+    }
+}
+
+template <class Way, bool EACH>
+void backward(const FakeGrid& grid, const FakeRun& run) {
+    const Way way(grid);
+    alignas(64) float buffer[PIECE], other[PIECE], v[PIECE], q[PIECE];
+    alignas(64) double lanes[LANES] = {};
+    for (int64_t i = 0; i < run.count; i += PIECE) {
+        const int64_t n = std::min(PIECE, run.count - i), at = run.begin + i;
+        const float* x = piece_of(run.x, run.dtype, at, n, buffer);
+        const float* grad = piece_of(run.grad, run.dtype, at, n, other);
+        const float* inverse = run.inverse + (EACH ? i : 0);
+        for (int j = 0; j < PIECE; ++j) v[j] = x[j] * inverse[EACH ? j : 0];
+        way.find(v, q);
+        uint64_t outside = 0;
+        for (int j = 0; j < PIECE; ++j) {
+            const bool beyond = (v[j] < grid.low) | (v[j] > grid.high);
+            const float level = or_nan(q[j], v[j]);
+            q[j] = grad[j] * (beyond ? level : level - v[j]);
+        }
+        for (int j = 0; j < PIECE; ++j) outside |= uint64_t((v[j] < grid.low) | (v[j] > grid.high)) << j;
+        if (EACH) {
+            for (int64_t j = 0; j < n; ++j) run.sums[i + j] += double(q[j]);
+        } else {
+            for (int j = 0; j < PIECE; ++j) lanes[j % LANES] += double(q[j]);
+        }
+        pass_any(run, outside, at, n);
+    }
+    if (EACH) return;
+    double total = 0.0;
+    for (int j = 0; j < LANES; ++j) total += lanes[j];
+    *run.sums = total;
+}
+
+#endif
+
+template <class Way>
+void through(const FakeGrid& grid, const FakeRun& run) {
+    if (run.grad) run.each ? backward<Way, true>(grid, run) : backward<Way, false>(grid, run);
+    else run.each ? forward<Way, true>(grid, run) : forward<Way, false>(grid, run);
+}
+
+template <int BITS>
+void through_table(const FakeGrid& grid, const FakeRun& run) {
+#if defined(__AVX512VBMI__)
+    if constexpr (BITS <= 4) {
+        if (lookups(grid).near) return through<Near>(grid, run);
+    }
+    if constexpr (BITS <= 5) {
+        if (lookups(grid).table.way == Table::SEARCH) return through<Search<BITS>>(grid, run);
+    }
+#endif
+    through<Coded<BITS>>(grid, run);
+}
+
+void run(const FakeGrid& grid, const FakeRun& run) {
+    if (grid.uniform) return through<Round>(grid, run);
+    switch (grid.spec.bits) {
+        case 1: return through_table<1>(grid, run);
+        case 2: return through_table<2>(grid, run);
+        case 3: return through_table<3>(grid, run);
+        case 4: return through_table<4>(grid, run);
+        case 5: return through_table<5>(grid, run);
+        case 6: return through_table<6>(grid, run);
+        case 7: return through_table<7>(grid, run);
+        default: return through_table<8>(grid, run);
+    }
+}
+
+void prepare(FakeGrid& grid) {
+    static_assert(sizeof(Prepared) <= sizeof grid.table && alignof(Prepared) <= 64, "room for what is looked up");
+    if (!grid.uniform) new (grid.table) Prepared(grid.spec);
+}
+
+}  // namespace
+
+#define NC_PASTE(a, b) a##b
+#define NC_NAMED(isa) NC_PASTE(fake_, isa)
+
+namespace nc {
+extern const FakeKernels NC_NAMED(NC_ISA);
+const FakeKernels NC_NAMED(NC_ISA) = {::prepare, ::run};
+}  // namespace nc

@@ -1,0 +1,155 @@
+// The C ABI of fake quantization: cuts a tensor [outer, channels, inner] into runs, and runs into tasks.
+//
+// Tasks depend on the shape alone, each leaves its sums in a place of its own, and the places are added up in order: threads
+// change no bit of a scale's gradient.
+
+#include "fake.h"
+
+#include <cmath>
+#include <vector>
+
+#include "threads.h"
+
+namespace {
+using namespace nc;
+
+constexpr int64_t SHORT = 256;  // inner dimensions below this are not worth runs of their own
+constexpr int64_t SPAN = 4096;  // elements of a run with a scale for each: longer ones miss the second-level cache
+constexpr int64_t ROWS = 64;    // such runs that a task takes, one below the other
+constexpr int64_t STREAM = 1 << 24;  // bytes from which on results are not expected to stay in any cache
+
+const FakeKernels& kernels([[maybe_unused]] int32_t isa) {
+#if defined(__x86_64__)
+    if (isa == 2) return fake_avx512;
+    if (isa == 1) return fake_avx2;
+#endif
+    return fake_plain;
+}
+
+// What went past the caches is to be seen by other threads. Not after every run: it waits for memory.
+void publish() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
+// Numbers that begin on a cache line: a vector that crosses one counts twice.
+template <class T>
+class Aligned {
+    std::vector<T> memory_;
+
+   public:
+    T* const data;
+    Aligned(int64_t count, T value)
+        : memory_(size_t(count) + 64 / sizeof(T), value),
+          data(memory_.data() + (64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64) % 64 / sizeof(T)) {}
+};
+
+struct Job {
+    const FakeKernels& kernels;
+    const FakeGrid& grid;
+    FakeRun run;  // all but the elements and their scales
+    int64_t outer, channels, inner;
+    const float* scale;
+    float* of_scale;
+    int32_t threads;
+
+    // Each run has one scale: whole inner dimensions, several to a task, or parts of one.
+    int32_t in_slices() const {
+        const int64_t runs = outer * channels, parts = ceil_div(inner, CHUNK), each = std::max<int64_t>(1, CHUNK / inner);
+        std::vector<float> inverse(static_cast<size_t>(channels));
+        for (int64_t c = 0; c < channels; ++c) inverse[size_t(c)] = 1.0f / scale[c];
+        std::vector<double> sums(run.grad ? size_t(runs * parts) : 0);
+        auto one = [&](int64_t slice, int64_t part) {
+            FakeRun here = run;
+            here.begin = slice * inner + part * CHUNK;
+            here.count = std::min(CHUNK, inner - part * CHUNK);
+            here.scale = scale + slice % channels, here.inverse = inverse.data() + slice % channels;
+            if (run.grad) here.sums = &sums[size_t(slice * parts + part)];
+            kernels.run(grid, here);
+        };
+        const int64_t tasks = parts > 1 ? runs * parts : ceil_div(runs, each);
+        const int32_t failed = parallel_in_team(tasks, threads, [&](int64_t task) {
+            if (parts > 1) one(task / parts, task % parts);
+            else for (int64_t slice = task * each; slice < std::min(runs, (task + 1) * each); ++slice) one(slice, 0);
+            publish();
+        });
+        for (int64_t c = 0; run.grad && c < channels; ++c) {
+            double total = 0.0;
+            for (int64_t o = 0; o < outer; ++o) {
+                for (int64_t part = 0; part < parts; ++part) total += sums[size_t((o * channels + c) * parts + part)];
+            }
+            of_scale[c] = float(total);
+        }
+        return failed;
+    }
+
+    // Each element of a run has its own scale: rows of one or, where they are short, several outer indices; a task takes the
+    // same columns of many rows.
+    int32_t in_columns() const {
+        const int64_t width = channels * inner, numel = outer * width;
+        const int64_t period = width * std::max<int64_t>(1, std::min(outer, SPAN / width));
+        const int64_t rows = ceil_div(numel, period), blocks = ceil_div(period, SPAN);
+        const int64_t high = ROWS, bands = ceil_div(rows, high);
+        const int64_t room = ceil_div(period, 64) * 64;
+        Aligned<float> scales(room, 1.0f), inverse(room, 1.0f);
+        for (int64_t j = 0; j < period; ++j) {
+            scales.data[j] = scale[j % width / inner];
+            inverse.data[j] = 1.0f / scales.data[j];
+        }
+        Aligned<double> sums(run.grad ? bands * room : 0, 0.0);
+        const int32_t failed = parallel_in_team(bands * blocks, threads, [&](int64_t task) {
+            const int64_t band = task / blocks, column = task % blocks * SPAN;
+            FakeRun here = run;
+            here.scale = scales.data + column, here.inverse = inverse.data + column, here.each = true;
+            if (run.grad) here.sums = sums.data + band * room + column;
+            for (int64_t row = band * high; row < std::min(rows, (band + 1) * high); ++row) {
+                here.begin = row * period + column;
+                here.count = std::min({SPAN, period - column, numel - here.begin});
+                here.ahead = here.begin + period + here.count <= numel ? period : 0;
+                if (here.count > 0) kernels.run(grid, here);
+            }
+            publish();
+        });
+        if (!run.grad) return failed;
+        for (int64_t band = 1; band < bands; ++band) {
+            for (int64_t j = 0; j < period; ++j) sums.data[j] += sums.data[band * room + j];
+        }
+        std::vector<double> total(static_cast<size_t>(channels));
+        for (int64_t j = 0; j < period; ++j) total[size_t(j % width / inner)] += sums.data[j];
+        for (int64_t c = 0; c < channels; ++c) of_scale[c] = float(total[size_t(c)]);
+        return failed;
+    }
+};
+
+}  // namespace
+
+// x, out and, for the backward pass, grad are [outer, channels, inner] of one dtype; scale and of_scale are [channels]. Levels
+// [count] ascend, thresholds are one less. Without `grad`, out is y; with it, out is the gradient of x.
+extern "C" __attribute__((visibility("default"))) int32_t nc_fake(
+    const void* x, const void* grad, void* out, int32_t dtype, int64_t outer, int64_t channels, int64_t inner,
+    const float* scale, float* of_scale, const float* levels, const float* thresholds, int32_t count, int32_t uniform,
+    int32_t threads, int32_t isa) {
+    try {
+        KeepDenormals keep;
+        const FakeKernels& k = kernels(isa);
+        FakeGrid grid;
+        grid.uniform = uniform != 0, grid.low = levels[0], grid.high = levels[count - 1], grid.spec = Spec{};
+        alignas(64) float padded[2][256];
+        if (!grid.uniform) {
+            while ((1 << grid.spec.bits) < count || grid.spec.bits == 0) ++grid.spec.bits;
+            std::fill(padded[0], padded[0] + 256, NAN);
+            std::fill(padded[1], padded[1] + 256, HUGE_VALF);
+            std::copy(levels, levels + count, padded[0]);
+            std::copy(thresholds, thresholds + count - 1, padded[1]);
+            grid.spec.element = LEVELS, grid.spec.levels = padded[0], grid.spec.thresholds = padded[1];
+        }
+        k.prepare(grid);
+        const bool stream = dtype == F32 && outer * channels * inner * 4 >= STREAM;
+        const FakeRun run{x, grad, out, dtype, 0, 0, nullptr, nullptr, false, 0, stream, nullptr};
+        const Job job{k, grid, run, outer, channels, inner, scale, of_scale, threads};
+        return channels == 1 || inner >= SHORT ? job.in_slices() : job.in_columns();
+    } catch (...) {
+        return 1;
+    }
+}
