@@ -211,6 +211,16 @@ def test_a_meta_model_is_prepared_without_memory_and_starts_once_it_has_weights(
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     nc.prepare_qat_(model, "apot4")
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+    model.to_empty(device="cpu")
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for layer in model:
+            layer.reset_parameters()
+    torch.manual_seed(5)
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nc.prepare_qat_(other, "apot4")
+    x = torch.randn(3, 4)
+    assert torch.equal(model(x), other(x))
 
 
 # -- state dicts ----------------------------------------------------------------------------------------------------

@@ -137,13 +137,14 @@ class FakeQuantize(nn.Module):
 
     def _clip(self, numel: int) -> Tensor:
         """Alpha in fp32, at least FLOOR, with the gradient scaled."""
-        alpha = self.alpha.float()
+        alpha, factor = self.alpha.float(), self._gradient_factor(numel)
         fixed = alpha.detach()
+        if _surely_good(fixed):
+            return alpha if factor == 1.0 else fixed + (alpha - fixed) * factor
         good = (fixed >= FLOOR) & (fixed < math.inf)
         if self.training:
             self._report(good)
         passing = torch.where(fixed.isfinite(), alpha, fixed.new_zeros(()))
-        factor = self._gradient_factor(numel)
         return torch.where(good, fixed, FLOOR) + (passing - passing.detach()) * factor
 
     def _gradient_factor(self, numel: int) -> float:
@@ -198,8 +199,8 @@ class FakeQuantize(nn.Module):
 
     def choose_grid(self, lowest: float) -> None:
         """The unsigned grid where it is left to the data and the data is never negative."""
-        if self.signed is None:
-            self._take(codec_grid(self.codec, not (lowest >= 0 and has_unsigned(self.codec))))
+        unsigned = lowest >= 0 and has_unsigned(self.codec) if self.signed is None else not self.signed
+        self._take(codec_grid(self.codec, not unsigned))  # anew, for memory may have come without content (to_empty)
 
     @torch.no_grad()
     def set_clip(self, clip: Tensor) -> None:
@@ -208,6 +209,8 @@ class FakeQuantize(nn.Module):
             self.alpha.copy_(clip)
         else:  # channels were not known before: the Parameter stays the same for whoever holds it
             self.alpha.data = clip.detach().to(self.alpha.device, torch.float32).clone()
+        if not self._ready:
+            self.floored.zero_()
         self.started.fill_(True)
         self._ready = True
 
@@ -299,6 +302,14 @@ class FakeQuantize(nn.Module):
         kind = f"{self.codec.spec!r}, channel_axis={self.channel_axis}, learn={self.alpha.requires_grad}"
         sign = "signed" if self._signed else "unsigned"
         return f"{kind}, {sign}" + ("" if self._ready else ", not started")
+
+
+def _surely_good(clip: Tensor) -> bool:
+    """Whether every clip is in range, where asking costs nothing: on a CPU, and not while compiling."""
+    if torch.compiler.is_compiling() or clip.device.type != "cpu" or not clip.numel():
+        return False
+    low, high = torch.aminmax(clip)
+    return low.item() >= FLOOR and high.item() < math.inf  # neither holds of a NaN
 
 
 def _check_axis(x: Tensor, axis: int, channels: int) -> None:
