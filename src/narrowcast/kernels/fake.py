@@ -33,7 +33,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def fake_quantize(x: Tensor, scale: Tensor, grid: Grid, axis: int | None) -> Tensor:
     """`x` at the levels of `grid` times `scale`: one for all of x (axis None), or one per slice along `axis`."""
     place = _check(x, scale, axis)
-    return torch.ops.narrowcast.fake_quantize(x, scale.float(), *grid, place)  # type: ignore[no-any-return]
+    scale = scale.float()
+    if ops.unwatched(x) and ops.unwatched(scale):
+        if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad):
+            return _StraightThrough.apply(x, scale, *grid, place)  # type: ignore[no-any-return, no-untyped-call]
+        return _forward(x, scale, *grid, place)
+    return torch.ops.narrowcast.fake_quantize(x, scale, *grid, place)  # type: ignore[no-any-return]
 
 
 def _check(x: Tensor, scale: Tensor, axis: int | None) -> int:
@@ -58,52 +63,53 @@ def _check(x: Tensor, scale: Tensor, axis: int | None) -> int:
     return place
 
 
-# -- where elements lie: any dense layout is [outer, channels, inner] in memory order --------------------------------
-
-
-def _slices(x: Tensor, axis: int) -> Tensor:
-    """A dense tensor, seen as [outer, channels, inner]; the channels are the slices along `axis`, or all is one."""
-    if axis < 0:
-        return x.as_strided((1, 1, x.numel()), (x.numel(), x.numel(), 1))
-    strides = x.stride()
-    order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
-    place = order.index(axis)
-    ordered = x.permute(order)
-    outer = 1
-    for size in ordered.shape[:place]:
-        outer *= size
-    return ordered.view(outer, x.shape[axis], -1)
-
-
-def _laid_out_as(x: Tensor, out: Tensor) -> Tensor:
-    """`x` with the strides of `out`, copied where it has others."""
-    return x if x.stride() == out.stride() else torch.empty_like(out, dtype=x.dtype).copy_(x)
-
-
-# -- implementations -------------------------------------------------------------------------------------------------
+# -- implementations: any dense layout is [outer, channels, inner] in memory order -------------------------------------
 
 
 def _forward(x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, uniform: bool, axis: int) -> Tensor:
     out = torch.empty_like(x)
     if x.numel():
-        kernel = ops.kernel_for(x.device.type)
+        kernel, shape = ops.kernel_for(x.device.type), _slices(out, axis)
         kernel.fresh(out)
-        source, grid = _slices(_laid_out_as(x, out), axis), Grid(levels, thresholds, uniform)
-        kernel.fake_quantize(_slices(out, axis), source, scale.reshape(-1).contiguous(), grid)
+        kernel.fake_quantize(
+            _seen(out, shape), _seen(_laid_out_as(x, out), shape), _flat(scale), Grid(levels, thresholds, uniform)
+        )
     return out
 
 
 def _backward(
     grad: Tensor, x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, uniform: bool, axis: int
 ) -> tuple[Tensor, Tensor]:
-    of_x, of_scale = torch.empty_like(x), torch.zeros(scale.shape, device=scale.device)
+    dx, dscale = torch.empty_like(x), torch.zeros(scale.shape, device=scale.device)
     if x.numel():
-        kernel = ops.kernel_for(x.device.type)
-        kernel.fresh(of_x)
-        grads, source = _slices(_laid_out_as(grad, of_x), axis), _slices(_laid_out_as(x, of_x), axis)
-        scales, grid = scale.reshape(-1).contiguous(), Grid(levels, thresholds, uniform)
-        kernel.fake_gradients(_slices(of_x, axis), of_scale.view(-1), grads, source, scales, grid)
-    return of_x, of_scale
+        kernel, shape = ops.kernel_for(x.device.type), _slices(dx, axis)
+        kernel.fresh(dx)
+        sources = _seen(_laid_out_as(grad, dx), shape), _seen(_laid_out_as(x, dx), shape)
+        grid = Grid(levels, thresholds, uniform)
+        kernel.fake_gradients(_seen(dx, shape), _flat(dscale), *sources, _flat(scale), grid)
+    return dx, dscale
+
+
+def _slices(x: Tensor, axis: int) -> tuple[int, int, int]:
+    """A dense tensor's [outer, channels, inner]; the channels are the slices along `axis`, or all is one."""
+    if axis < 0 or x.shape[axis] == 1:
+        return 1, 1, x.numel()
+    channels, inner = x.shape[axis], x.stride(axis)  # in a dense tensor, a stride is the size of what varies faster
+    return x.numel() // (channels * inner), channels, inner
+
+
+def _seen(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """Dense memory as [outer, channels, inner]."""
+    return x.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
+
+
+def _flat(scale: Tensor) -> Tensor:
+    return scale if scale.dim() == 1 and scale.is_contiguous() else scale.reshape(-1).contiguous()
+
+
+def _laid_out_as(x: Tensor, out: Tensor) -> Tensor:
+    """`x` with the strides of `out`, copied where it has others."""
+    return x if x.stride() == out.stride() else torch.empty_like(out, dtype=x.dtype).copy_(x)
 
 
 def _shape(x: Tensor, *rest: object) -> Tensor:
@@ -114,7 +120,7 @@ def _backward_shape(grad: Tensor, x: Tensor, scale: Tensor, *rest: object) -> tu
     return torch.empty_like(x), torch.empty(scale.shape, device=scale.device)
 
 
-def _remember(ctx: FunctionCtx, inputs: tuple[object, ...], output: Tensor) -> None:
+def _remember(ctx: FunctionCtx, inputs: tuple[object, ...], output: Tensor | None = None) -> None:
     *tensors, uniform, axis = inputs
     ctx.save_for_backward(*tensors)  # type: ignore[arg-type]
     ctx.rest = uniform, axis  # type: ignore[attr-defined]
@@ -131,6 +137,21 @@ def _refuse(ctx: FunctionCtx, *grads: Tensor) -> None:
         "none of its own. Usual cause: a gradient penalty or create_graph=True over quantized layers. "
         "Compute the penalty on the float model, or detach() the first gradient."
     )
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The operator without its dispatcher, which takes longer than a small layer's weights do."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *inputs: object) -> Tensor:
+        _remember(ctx, inputs)
+        return _forward(*inputs)  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        if torch.is_grad_enabled():  # create_graph=True: leave it to the operator to refuse a second time
+            return _gradients(ctx, grad)
+        return *_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None
 
 
 _library = Library("narrowcast", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -84,6 +84,12 @@ struct Job {
         return failed;
     }
 
+    // Calls f(channel, first place) for each `inner` places of a row that share a scale.
+    template <class F>
+    void for_channels(int64_t period, const F& f) const {
+        for (int64_t begin = 0, c = 0; begin < period; begin += inner, c = c + 1 < channels ? c + 1 : 0) f(c, begin);
+    }
+
     // Each element of a run has its own scale: rows of one or, where they are short, several outer indices; a task takes the
     // same columns of many rows.
     int32_t in_columns() const {
@@ -93,10 +99,10 @@ struct Job {
         const int64_t high = ROWS, bands = ceil_div(rows, high);
         const int64_t room = ceil_div(period, 64) * 64;
         Aligned<float> scales(room, 1.0f), inverse(room, 1.0f);
-        for (int64_t j = 0; j < period; ++j) {
-            scales.data[j] = scale[j % width / inner];
-            inverse.data[j] = 1.0f / scales.data[j];
-        }
+        for_channels(period, [&](int64_t c, int64_t begin) {
+            std::fill_n(scales.data + begin, inner, scale[c]);
+            std::fill_n(inverse.data + begin, inner, 1.0f / scale[c]);
+        });
         Aligned<double> sums(run.grad ? bands * room : 0, 0.0);
         const int32_t failed = parallel_in_team(bands * blocks, threads, [&](int64_t task) {
             const int64_t band = task / blocks, column = task % blocks * SPAN;
@@ -116,7 +122,9 @@ struct Job {
             for (int64_t j = 0; j < period; ++j) sums.data[j] += sums.data[band * room + j];
         }
         std::vector<double> total(static_cast<size_t>(channels));
-        for (int64_t j = 0; j < period; ++j) total[size_t(j % width / inner)] += sums.data[j];
+        for_channels(period, [&](int64_t c, int64_t begin) {
+            for (int64_t j = begin; j < begin + inner; ++j) total[size_t(c)] += sums.data[j];
+        });
         for (int64_t c = 0; c < channels; ++c) of_scale[c] = float(total[size_t(c)]);
         return failed;
     }
