@@ -27,9 +27,9 @@ GRIDS = {"apot": "through", "pot": "through", "int": "through", "apot, not norma
 
 def network() -> nn.Sequential:
     layers: list[nn.Module] = []
-    for into, out, stride in ((1, 16, 1), (16, 32, 2), (32, 32, 1), (32, 64, 2)):
+    for into, out, stride in ((1, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2)):
         layers += [nn.Conv2d(into, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 10))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10))
 
 
 def train(model: nn.Module, groups: list[dict], x: Tensor, y: Tensor, epochs: int, rate: float) -> float:

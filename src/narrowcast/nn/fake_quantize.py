@@ -40,6 +40,7 @@ from narrowcast.kernels.fake import fake_quantize
 from narrowcast.kernels.layout import Grid
 from narrowcast.nn.clips import check_start, clip_of
 from narrowcast.nn.grids import CodecGrid, codec_grid, has_unsigned, trainable
+from narrowcast.nn.normalize import Normalize
 from narrowcast.nn.observers import Observer, keep_dtype, make_observer
 
 FLOOR = 2.0**-64
@@ -126,14 +127,15 @@ class FakeQuantize(nn.Module):
         if self.normalize is None:
             return x, scale
         shifted, deviation = self._normalized(x)
-        return shifted, (scale * deviation).clamp(min=2.0**-126)
+        return shifted, scale * deviation
 
     def _normalized(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.float()
-        source = x.detach() if self.normalize == "detached" else x
-        deviation, mean = torch.std_mean(source, correction=0)
-        # A constant tensor is all mean: what is left of it is zero, whatever it is divided by.
-        return x - mean, torch.where(deviation > 0, deviation, 1.0)
+        centred, deviation = Normalize.apply(x, self.normalize == "through")  # type: ignore[no-untyped-call]
+        if not _surely_good(deviation.detach()):
+            # A constant tensor is all mean: what is left of it is zero, whatever it is divided by.
+            deviation = torch.where(deviation >= FLOOR, deviation, 1.0)
+        return centred, deviation
 
     def _clip(self, numel: int) -> Tensor:
         """Alpha in fp32, at least FLOOR, with the gradient scaled."""
@@ -304,11 +306,11 @@ class FakeQuantize(nn.Module):
         return f"{kind}, {sign}" + ("" if self._ready else ", not started")
 
 
-def _surely_good(clip: Tensor) -> bool:
-    """Whether every clip is in range, where asking costs nothing: on a CPU, and not while compiling."""
-    if torch.compiler.is_compiling() or clip.device.type != "cpu" or not clip.numel():
+def _surely_good(sizes: Tensor) -> bool:
+    """Whether clips or deviations are in range, where asking costs little: on a CPU, and not while compiling."""
+    if torch.compiler.is_compiling() or sizes.device.type != "cpu" or not sizes.numel():
         return False
-    low, high = torch.aminmax(clip)
+    low, high = torch.aminmax(sizes)
     return low.item() >= FLOOR and high.item() < math.inf  # neither holds of a NaN
 
 
