@@ -117,7 +117,7 @@ def fake_quantize(x: Tensor, scale: Tensor, grid: Grid) -> Tensor:
     """`x`, each element at its level: what encoding with these scales and decoding would make of it."""
     _, q = nearest_level(x, scale, grid)
     value = q * scale.view(1, -1, 1)
-    value = value + 0.0 if grid.uniform else value  # a zero times a negative scale is a zero all the same
+    value = value + 0.0 if grid.uniform else value  # integer codes know no negative zero
     return cast_output(torch.where(value.isnan(), NAN, value), x.dtype)
 
 
@@ -143,7 +143,7 @@ def nearest_level(x: Tensor, scale: Tensor, grid: Grid) -> tuple[Tensor, Tensor]
     """v = x / scale in fp32, and its level; both are NaN where x is."""
     v = to_float32(x) * (1.0 / scale).view(1, -1, 1)
     if grid.uniform:
-        return v, v.round().clamp(grid.levels[0], grid.levels[-1]) + 0.0  # codes know no negative zero
+        return v, v.round().clamp(grid.levels[0], grid.levels[-1])
     q = grid.levels[torch.searchsorted(grid.thresholds, v)]
     return v, torch.where(v.isnan(), NAN, q)
 

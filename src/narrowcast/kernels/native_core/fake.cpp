@@ -6,7 +6,6 @@
 #include "fake.h"
 
 #include <new>
-#include <type_traits>
 
 #include "fake_wide.h"
 
@@ -109,7 +108,7 @@ struct Round {
     inline void find(const float* __restrict v, float* __restrict q) const {
         for (int i = 0; i < PIECE; ++i) q[i] = (clamp(v[i], low, high) + ROUNDER) - ROUNDER;
     }
-    static constexpr float plus = 0.0f;  // codes know no negative zero
+    static constexpr float plus = 0.0f;  // integer codes know no negative zero
 };
 
 template <int BITS>

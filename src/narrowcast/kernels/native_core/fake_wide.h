@@ -3,6 +3,8 @@
 // A way finds the levels of 64 numbers. What it makes of a NaN does not matter, except for Round, which keeps it.
 
 #pragma once
+#include <type_traits>
+
 #include "fake.h"
 #include "levels.h"
 
@@ -49,7 +51,7 @@ struct Round {
 
     inline __m512 operator()(__m512 v) const {
         __m512 cut = _mm512_min_ps(high, _mm512_max_ps(low, v));  // the second operand where one is NaN
-        return _mm512_add_ps(_mm512_roundscale_ps(cut, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), _mm512_setzero_ps());
+        return _mm512_roundscale_ps(cut, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     }
 };
 
@@ -131,7 +133,7 @@ inline void forward_piece(const Way& way, const FakeRun& run, bool each, const f
     find(way, v, q);
     for (int j = 0; j < 4; ++j) {
         __m512 value = _mm512_mul_ps(q.part[j], of_place(run.scale, each, i + 16 * j));
-        if (std::is_same<Way, Round>::value) value = _mm512_add_ps(value, _mm512_setzero_ps());
+        if (std::is_same<Way, Round>::value) value = _mm512_add_ps(value, _mm512_setzero_ps());  // codes know no negative zero
         value = or_nan(value, is_nan(v.part[j]) | is_nan(value));
         if (stream) _mm512_stream_ps(y + 16 * j, value);
         else _mm512_storeu_ps(y + 16 * j, value);

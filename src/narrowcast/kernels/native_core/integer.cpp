@@ -15,50 +15,52 @@ using namespace nc;
 
 #if defined(__AVX512VNNI__)
 
-constexpr int ROWS = 4, VECTORS = 4;
+constexpr int ROWS = 4, VECTORS = 6;
 
-// The last bytes of a row, with zeros behind them: whatever x has there does not count.
-inline __m512i part(const int8_t* row, int64_t i, int64_t k) {
-    if (i + 64 <= k) return _mm512_loadu_si512(row + i);
-    return _mm512_maskz_loadu_epi8((uint64_t(1) << (k - i)) - 1, row + i);
-}
-
-template <int COUNT>
-inline void multiply(const IntegerProduct& p, int64_t b, int64_t row, int rows, const int32_t* excess) {
-    __m512i sums[COUNT][ROWS];
+// Vectors [b, b + COUNT) times `rows` rows; `excess` is 128 times their sums, found out by the FIRST call for these rows.
+// Every loop over sums is unrolled by word of command, or else they would live in memory.
+template <int COUNT, bool FIRST>
+inline void multiply(const IntegerProduct& p, int64_t b, int64_t row, int rows, uint32_t (&excess)[ROWS]) {
     const int8_t* weight[ROWS];
     for (int r = 0; r < ROWS; ++r) weight[r] = p.weight + (row + std::min(r, rows - 1)) * p.weight_stride;
-    for (auto& of_vector : sums) std::fill(of_vector, of_vector + ROWS, _mm512_setzero_si512());
+    const uint8_t* x = p.shifted + b * p.length;
+    __m512i products[COUNT * ROWS], sums[ROWS], w[ROWS];
+#pragma GCC unroll 32
+    for (int j = 0; j < COUNT * ROWS; ++j) products[j] = _mm512_setzero_si512();
+#pragma GCC unroll 32
+    for (int r = 0; r < ROWS; ++r) sums[r] = _mm512_setzero_si512();
     for (int64_t i = 0; i < p.k; i += 64) {
-        __m512i w[ROWS];
-        for (int r = 0; r < ROWS; ++r) w[r] = part(weight[r], i, p.k);
-        for (int v = 0; v < COUNT; ++v) {
-            const __m512i x = _mm512_loadu_si512(p.shifted + (b + v) * p.length + i);
-            for (int r = 0; r < ROWS; ++r) sums[v][r] = _mm512_dpbusd_epi32(sums[v][r], x, w[r]);
+        // Zeros behind a row's end: whatever x has there does not count.
+        const __mmask64 there = i + 64 <= p.k ? ~__mmask64(0) : (__mmask64(1) << (p.k - i)) - 1;
+#pragma GCC unroll 32
+        for (int r = 0; r < ROWS; ++r) {
+            w[r] = _mm512_maskz_loadu_epi8(there, weight[r] + i);
+            if (FIRST) sums[r] = _mm512_dpbusd_epi32(sums[r], _mm512_set1_epi8(1), w[r]);
+        }
+#pragma GCC unroll 32
+        for (int j = 0; j < COUNT * ROWS; ++j) {
+            const __m512i part = _mm512_loadu_si512(x + j / ROWS * p.length + i);
+            products[j] = _mm512_dpbusd_epi32(products[j], part, w[j % ROWS]);
         }
     }
+    uint32_t found[COUNT * ROWS];
+#pragma GCC unroll 32
+    for (int r = 0; r < ROWS; ++r) excess[r] = FIRST ? 128u * uint32_t(_mm512_reduce_add_epi32(sums[r])) : excess[r];
+#pragma GCC unroll 32
+    for (int j = 0; j < COUNT * ROWS; ++j) found[j] = uint32_t(_mm512_reduce_add_epi32(products[j])) - excess[j % ROWS];
     for (int v = 0; v < COUNT; ++v) {
-        for (int r = 0; r < rows; ++r) {
-            const uint32_t sum = uint32_t(_mm512_reduce_add_epi32(sums[v][r]));
-            p.out[(b + v) * p.out_stride + row + r] = int32_t(sum - uint32_t(excess[r]));
-        }
+        for (int r = 0; r < rows; ++r) p.out[(b + v) * p.out_stride + row + r] = int32_t(found[v * ROWS + r]);
     }
 }
 
 void tile(const IntegerProduct& p, int64_t from, int64_t to, int64_t first, int64_t end) {
     for (int64_t row = first; row < end; row += ROWS) {
         const int rows = int(std::min<int64_t>(ROWS, end - row));
-        int32_t excess[ROWS] = {};
-        for (int r = 0; r < rows; ++r) {
-            __m512i sum = _mm512_setzero_si512();
-            for (int64_t i = 0; i < p.k; i += 64) {
-                sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), part(p.weight + (row + r) * p.weight_stride, i, p.k));
-            }
-            excess[r] = 128 * _mm512_reduce_add_epi32(sum);
-        }
-        int64_t b = from;
-        for (; b + VECTORS <= to; b += VECTORS) multiply<VECTORS>(p, b, row, rows, excess);
-        for (; b < to; ++b) multiply<1>(p, b, row, rows, excess);
+        uint32_t excess[ROWS];
+        int64_t b = from + 1;
+        multiply<1, true>(p, from, row, rows, excess);
+        for (; b + VECTORS <= to; b += VECTORS) multiply<VECTORS, false>(p, b, row, rows, excess);
+        for (; b < to; ++b) multiply<1, false>(p, b, row, rows, excess);
     }
 }
 

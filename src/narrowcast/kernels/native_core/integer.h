@@ -8,7 +8,7 @@ namespace nc {
 // out[b, row] = x[b] . weight[row], sums in int32.
 struct IntegerProduct {
     const int8_t* x;
-    const uint8_t* shifted;  // x + 128, each vector filled up with anything to `length`, a multiple of 64
+    const uint8_t* shifted;  // x + 128, a vector every `length` bytes, readable up to a multiple of 64
     int64_t x_stride, length, k;
     const int8_t* weight;
     int64_t weight_stride;

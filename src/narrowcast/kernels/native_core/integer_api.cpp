@@ -24,7 +24,8 @@ extern "C" __attribute__((visibility("default"))) int32_t nc_integer_linear(
     const int8_t* x, int64_t x_stride, int64_t batch, int64_t k, const int8_t* weight, int64_t weight_stride, int64_t rows,
     int32_t* out, int64_t out_stride, int32_t threads, int32_t isa) {
     try {
-        const int64_t length = ceil_div(k, 64) * 64, across = ceil_div(rows, SIDE);
+        // One more cache line, so that vectors of 4096 bytes do not all want the same places of a cache.
+        const int64_t length = ceil_div(k, 64) * 64 + 64, across = ceil_div(rows, SIDE);
         std::vector<uint8_t> shifted(isa == 2 ? size_t(batch * length) : 0);
         for (int64_t b = 0; isa == 2 && b < batch; ++b) {
             for (int64_t i = 0; i < k; ++i) shifted[size_t(b * length + i)] = uint8_t(x[b * x_stride + i]) ^ 0x80;
