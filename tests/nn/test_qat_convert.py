@@ -237,6 +237,19 @@ def test_an_integer_model_goes_through_a_state_dict_and_the_compiler() -> None:
     assert torch.equal(copy.deepcopy(model)(x), y)
 
 
+@pytest.mark.parametrize("pair", [("apot4", "apot4"), ("nf4", "nf4")])
+def test_dequantize_leaves_a_plain_layer_with_the_rounded_weight(pair: tuple[str, str]) -> None:
+    x = torch.rand(5, 40)
+    layer = trained(nn.Linear(40, 12), x, *pair)
+    nc.convert_(layer)
+    weight = layer.decoded()
+    nc.dequantize_(layer)
+    assert type(layer) is nn.Linear
+    assert torch.equal(layer.weight, weight)
+    assert layer.state_dict().keys() == {"weight", "bias"}
+    assert not list(layer.buffers()) + list(layer.children())
+
+
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 

@@ -88,19 +88,19 @@ def _decide(found: Survey, rules: Rules) -> tuple[list[tuple[Weight, Codec]], li
         choices = {slot.key: rules.codec_for(*slot.known_as()) for slot in weight.slots}
         left = [key for key, codec in choices.items() if codec is None]
         if left:
-            skips += [Skip(key, _why_left(key, left, rules)) for key in choices]
+            skips += [Skip(key, why_left(key, left, rules)) for key in choices]
             continue
-        plan.append((weight, _same_codec(choices)))
+        plan.append((weight, same_codec(choices)))
     return plan, skips
 
 
-def _why_left(key: str, left: list[str], rules: Rules) -> str:
+def why_left(key: str, left: list[str], rules: Rules) -> str:
     if key not in left:
         return f"tied to {left[0]}, which a rule leaves alone"
     return "no rule gives it a codec" if rules.default is None else "a rule leaves it alone"
 
 
-def _same_codec(choices: Mapping[str, Codec | None]) -> Codec:
+def same_codec(choices: Mapping[str, Codec | None]) -> Codec:
     (first, codec), *others = choices.items()
     assert codec is not None
     for other, another in others:

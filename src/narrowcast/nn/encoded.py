@@ -77,6 +77,9 @@ class Encoded(nn.Module):
 
         return dequantize_(shallow_copy(self))
 
+    def _leave(self) -> None:
+        """Let go of what only the encoded form needs; called before a module becomes a float one again."""
+
     def _encoding(self, name: str) -> Encoding:
         held = self._held[name]
         return Encoding(held.codec, held.shape, self._float_dtype)
@@ -144,6 +147,7 @@ def restore(module: Encoded, decoded: dict[int, nn.Parameter]) -> None:
             weight = weight.t().contiguous() if held.transposed else weight
             decoded[id(rows)] = nn.Parameter(weight, requires_grad=held.trained)
         module._parameters[name] = decoded[id(rows)]
+    module._leave()
     module.__class__ = module._float_class  # type: ignore[assignment]
     for name in ("_held", "_float_dtype", "_float_class"):
         del vars(module)[name]

@@ -14,7 +14,7 @@ parameter and its gradient is multiplied by 1 / sqrt(n * top). The default is th
   mode, compilation and several ranks, which would each start from data of their own, are refused.
 - `signed=None` decides at the start: inputs that are never negative get the unsigned grid where there is one.
 - An alpha that training drives to zero, below, or to infinity or NaN counts as FLOOR. The gradient passes, so that it
-  can recover; `floored` counts how often that happened, and a ClipWarning says it once.
+  can recover; `floored` counts how often that happened, and a ClipWarning says it once (compiled code only counts).
 - `normalize` divides by the tensor's standard deviation and takes its mean away first, as the paper does to weights,
   with gradients through both ("through") or not ("detached"). The deviation is multiplied back onto the scale, so that
   the layer needs no batch norm behind it, and the packed layer is an ordinary one. The mean stays away.

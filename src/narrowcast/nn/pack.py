@@ -21,7 +21,7 @@ from narrowcast.nn.convert import as_module, finish
 from narrowcast.nn.encoded import Encoded, Held, as_parameter, become, hold
 from narrowcast.nn.fake_quantize import FakeQuantize
 from narrowcast.nn.grids import write_rows
-from narrowcast.nn.prepare import _check_state_dict, signal_to_noise
+from narrowcast.nn.prepare import check_state_dict, signal_to_noise
 from narrowcast.nn.qat import Trained, untrain
 from narrowcast.nn.report import Entry, Report
 from narrowcast.nn.slots import TARGETS, join
@@ -83,6 +83,12 @@ def _layers(model: nn.Module) -> dict[str, Trained]:
                     f"model: {join(name, kind)} has no clip yet, since it has seen no data. Train the model, or call "
                     "calibrate_(model, loader), before convert_(model). The model was left as it was."
                 )
+        if type(module.weight.data) is not Tensor:
+            raise QuantizeError(
+                f"model: {join(name, 'weight')} is a {type(module.weight.data).__name__}, of which this rank holds a "
+                "part. Load the full state dict (torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+                "full_state_dict=True) into a plain model that was prepared the same way, and convert that."
+            )
         if not bool(torch.isfinite(module.weight).all()):
             raise QuantizeError(
                 f"model: {join(name, 'weight')} holds an infinity or a NaN: training diverged. Go back to a checkpoint "
@@ -132,7 +138,7 @@ def _change(module: Trained, packed: Packed) -> None:
         quantizer.alpha.requires_grad_(False)
         quantizer.observer = None
         module.add_module("input_quantizer", quantizer)
-    if isinstance(module, inputs._Integer):
+    if isinstance(module, inputs.IntegerLayer):
         module.unpack()
 
 
@@ -146,5 +152,5 @@ def _fits_bytes(module: Trained, quantizer: FakeQuantize) -> bool:
 
 def _drop_hook(model: nn.Module) -> None:
     hooks = model._load_state_dict_pre_hooks
-    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is _check_state_dict]:
+    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is check_state_dict]:
         del hooks[key]

@@ -18,7 +18,7 @@ from narrowcast.codecs import Codec
 from narrowcast.codecs.rules import CodecLike, compile_rules
 from narrowcast.errors import QuantizeError, SpecError, StateDictError
 from narrowcast.nn.clips import check_start
-from narrowcast.nn.convert import _same_codec, _why_left, as_module
+from narrowcast.nn.convert import as_module, same_codec, why_left
 from narrowcast.nn.fake_quantize import FakeQuantize
 from narrowcast.nn.fast_path import settle
 from narrowcast.nn.grids import stored_codec, trainable
@@ -77,7 +77,7 @@ def prepare_qat_(
     entries = [_change(choice, quantizer, options) for choice, quantizer in made]
     settle(model)
     if entries:
-        model.register_load_state_dict_pre_hook(_check_state_dict)  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(check_state_dict)  # type: ignore[no-untyped-call]
     return Report(entries, skips, unused)
 
 
@@ -136,9 +136,9 @@ def _decide(
         codecs = {slot.key: chosen.codec_for(*slot.known_as()) for slot in weight.slots}
         left = [key for key, codec in codecs.items() if codec is None]
         if left:
-            skips += [Skip(key, _why_left(key, left, chosen)) for key in codecs]
+            skips += [Skip(key, why_left(key, left, chosen)) for key in codecs]
             continue
-        choices.append(Choice(weight, trainable(_same_codec(codecs)), outer_inputs if outermost else inputs))
+        choices.append(Choice(weight, trainable(same_codec(codecs)), outer_inputs if outermost else inputs))
     unused = [pattern for pattern in inner.unused if pattern in outer.unused]
     return choices, skips, unused
 
@@ -232,7 +232,7 @@ def signal_to_noise(exact: Tensor, rounded: Tensor) -> float:
 # -- state dicts -----------------------------------------------------------------------------------------------------
 
 
-def _check_state_dict(
+def check_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, *rest: Any
 ) -> None:
     """Before any module of the model is loaded, so that a state dict of another grid changes nothing."""

@@ -41,6 +41,9 @@ class _QuantizedInput(OneWeight):
         made: Tensor = super().forward(self.input_quantizer(as_autocast(x)))
         return made
 
+    def _leave(self) -> None:
+        del self.input_quantizer
+
 
 class QuantizedInputLinear(_QuantizedInput, Linear):
     """A packed Linear behind a quantizer of its input."""
@@ -58,7 +61,7 @@ class QuantizedInputConv3d(_QuantizedInput, Conv3d):
     """A packed Conv3d behind a quantizer of its input."""
 
 
-class _Integer(OneWeight):
+class IntegerLayer(OneWeight):
     """What integer layers share: operands as int8, and results from int32."""
 
     input_quantizer: FakeQuantize
@@ -66,6 +69,10 @@ class _Integer(OneWeight):
     weight_integers: Tensor
     weight_scales: Tensor
     weight_sums: Tensor
+
+    def _leave(self) -> None:
+        for name in ("input_quantizer", "weight_integers", "weight_scales", "weight_sums"):
+            delattr(self, name)
 
     def unpack(self) -> None:
         """Make the int8 operands of the rows; `convert_` and `load_state_dict` do."""
@@ -110,14 +117,14 @@ class _Integer(OneWeight):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self.unpack()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> _Integer:
+    def _apply(self, fn: Any, recurse: bool = True) -> IntegerLayer:
         scales = self.weight_scales
         super()._apply(fn, recurse)
         self.weight_scales = scales.to(self.weight.device)  # never rounded to half precision
         return self
 
 
-class IntegerLinear(_Integer, Linear):
+class IntegerLinear(IntegerLayer, Linear):
     """A Linear whose products are int8 x int8 -> int32."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,7 +135,7 @@ class IntegerLinear(_Integer, Linear):
         return self.scaled(self.multiply(levels), levels, x.dtype).view(*x.shape[:-1], self.out_features)
 
 
-class _IntegerConv(_Integer):
+class _IntegerConv(IntegerLayer):
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]

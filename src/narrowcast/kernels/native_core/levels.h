@@ -63,6 +63,10 @@ struct Table {
         for (int i = 0; i < thresholds; ++i) symmetric = symmetric && half(i) == -half(thresholds - 1 - i);
         if (lowest >= -128 && highest <= 127) lowest = -128, highest = 127, way = BYTES;
         else if (symmetric && thresholds % 2 == 0) return use_magnitudes(spec, thresholds);
+        else {  // a wide grid that is not symmetric, such as an unsigned one
+            way = SEARCH;
+            return use_search(spec, 1 << spec.bits);
+        }
 #endif
         int32_t from = lowest;
         for (int code = 0; code <= thresholds; ++code) {
