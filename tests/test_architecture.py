@@ -149,8 +149,9 @@ def test_importing_and_encoding_start_no_cuda_and_leave_threads_and_loggers_alon
 
 
 def test_importing_adds_less_than_50_ms_to_torch() -> None:
-    code = "import time, torch; t = time.perf_counter(); import narrowcast; print(time.perf_counter() - t)"
-    assert min(float(run(code)) for _ in range(5)) < 0.05  # the best of 5: a busy machine can only make it slower
+    # Of the processor, not the clock: other processes have theirs. The best of 5: a busy machine can only make it slower.
+    code = "import time, torch; t = time.process_time(); import narrowcast; print(time.process_time() - t)"
+    assert min(float(run(code)) for _ in range(5)) < 0.05
 
 
 # -- the front door -------------------------------------------------------------------------------------------------
