@@ -149,7 +149,7 @@ def test_importing_and_encoding_start_no_cuda_and_leave_threads_and_loggers_alon
 
 
 def test_importing_adds_less_than_50_ms_to_torch() -> None:
-    # Of the processor, not the clock: other processes have theirs. The best of 5: a busy machine can only make it slower.
+    # Processor time, since others are at work too. The best of 5: a busy machine can only make it slower.
     code = "import time, torch; t = time.process_time(); import narrowcast; print(time.process_time() - t)"
     assert min(float(run(code)) for _ in range(5)) < 0.05
 
