@@ -17,6 +17,14 @@ using namespace nc;
 
 constexpr int ROWS = 4, VECTORS = 6;
 
+// The sum of all lanes, wrapping around as unsigned numbers do; _mm512_reduce_add_epi32 adds signed ones.
+inline uint32_t total(__m512i lanes) {
+    const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(lanes), _mm512_extracti64x4_epi64(lanes, 1));
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
+    return uint32_t(_mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1))));
+}
+
 // Vectors [b, b + COUNT) times `rows` rows; `excess` is 128 times their sums, found out by the FIRST call for these rows.
 // Every loop over sums is unrolled by word of command, or else they would live in memory.
 template <int COUNT, bool FIRST>
@@ -45,9 +53,9 @@ inline void multiply(const IntegerProduct& p, int64_t b, int64_t row, int rows, 
     }
     uint32_t found[COUNT * ROWS];
 #pragma GCC unroll 32
-    for (int r = 0; r < ROWS; ++r) excess[r] = FIRST ? 128u * uint32_t(_mm512_reduce_add_epi32(sums[r])) : excess[r];
+    for (int r = 0; r < ROWS; ++r) excess[r] = FIRST ? 128u * total(sums[r]) : excess[r];
 #pragma GCC unroll 32
-    for (int j = 0; j < COUNT * ROWS; ++j) found[j] = uint32_t(_mm512_reduce_add_epi32(products[j])) - excess[j % ROWS];
+    for (int j = 0; j < COUNT * ROWS; ++j) found[j] = total(products[j]) - excess[j % ROWS];
     for (int v = 0; v < COUNT; ++v) {
         for (int r = 0; r < rows; ++r) p.out[(b + v) * p.out_stride + row + r] = int32_t(found[v * ROWS + r]);
     }
