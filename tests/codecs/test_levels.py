@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import narrowcast as nc
-from cases import CODECS, mixed
+from cases import CODECS, kernels, mixed
 from narrowcast.codecs import APoT, Levels, PoT, apot_levels
 from narrowcast.errors import SpecError
+from narrowcast.kernels import reference
 
 # Unsigned grids of additive powers of two with k = 2, as integers (arXiv 1909.13144, section 2.2 and FACTS.md 2).
 GRID = {
@@ -285,3 +286,17 @@ def test_k_makes_a_grid_or_an_error_that_lists_those_that_do(bits: int, k: objec
     offered = refusal.split("k = ")[1].split(" (")[0].split(", ")
     assert str(k) not in offered
     assert all(nc.codec(f"apot{bits}:k={choice}").bits == bits for choice in offered)
+
+
+@pytest.mark.parametrize("table", [[-1.0, 1.0], [-3.0, -1.0, 1.0, 3.0]])
+def test_what_vanishes_over_the_scale_is_on_the_lower_side_of_a_threshold_at_zero(
+    table: list[float], device: str
+) -> None:
+    codec = Levels(table, block="row", scale="fp32")
+    row = torch.zeros(1, 128)
+    row[0, 0], row[0, 1:] = 2.0 * table[-1], 2.0**-149
+    recipe = codec._recipe(torch.device("cpu"))
+    for kernel in kernels(device).values():
+        out = torch.zeros(1, codec.row_bytes(128), dtype=torch.uint8, device=device)
+        kernel.encode(out, row.to(device), codec._recipe(torch.device(device)), 0)
+        assert torch.equal(out.cpu(), reference.encode(row, recipe, 0))

@@ -30,7 +30,9 @@ struct Table {
         bool integers = true;
         for (; thresholds < count && spec.thresholds[thresholds] < HUGE_VALF; ++thresholds) {
             float halves = 2.0f * spec.thresholds[thresholds];
-            integers = integers && std::fabs(halves) < float(REACH) && halves == std::floor(halves);
+            // A threshold of zero tells 2 (x / scale) from x (2 / scale), which is what the fast ways take, where x / scale
+            // vanishes.
+            integers = integers && halves != 0.0f && std::fabs(halves) < float(REACH) && halves == std::floor(halves);
         }
 #if defined(__AVX512VBMI__)
         if (!integers && powers(spec, thresholds)) {
