@@ -99,6 +99,7 @@ def test_ranks_that_had_finished_the_failed_call_are_not_out_of_step() -> None:
 
 
 def _interrupted(rank: int, async_op: bool) -> Any:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with SIGINT ignored
     ncd.all_reduce(torch.ones(10))
     dist.barrier()
     if rank == 1:

@@ -251,10 +251,9 @@ def test_while_loading_only_one_weight_is_there_as_floats(tmp_path: Path) -> Non
     torch.manual_seed(0)
     size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
     LlamaForCausalLM(LlamaConfig(**{**SMALL, **size})).save_pretrained(tmp_path / "model")
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path / "tiny")
     code = f"""
-import torch
 from transformers import AutoModelForCausalLM
-import narrowcast as nc
 from narrowcast.integrations import transformers as integration
 
 def anonymous():
@@ -266,8 +265,10 @@ def spy(self, *args, **kwargs):
     seen.append(anonymous())
     return found
 integration.Encode.convert = spy
-nc.encode(torch.zeros(8), "int4")
-before, config = anonymous(), integration.NarrowcastConfig("int4")
+config = integration.NarrowcastConfig("int4")
+AutoModelForCausalLM.from_pretrained({str(tmp_path / "tiny")!r}, quantization_config=config)
+before = anonymous()  # what loading imports is there by now
+seen.clear()
 model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}, quantization_config=config, dtype="bfloat16")
 print(max(seen) - before, sum(weight.nbytes for weight in model.parameters()))
 """
