@@ -147,7 +147,7 @@ def host(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """gpu_linear.py as it is, with the emulator in the place of a GPU of two processors."""
     monkeypatch.setattr(nvrtc, "function", emulator.function)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(gpu_linear, "_compiles", lambda: True)
+    monkeypatch.setattr(gpu_linear, "_compiles", lambda device: True)
     monkeypatch.setattr(gpu_linear, "_processors", lambda device: 2)
 
 

@@ -79,7 +79,7 @@ def _cut(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Cut | 
     format = recipe.format
     codes = _codes(format)
     aligned = all(address % 16 == 0 for address in (x.data_ptr(), data.data_ptr(), data.stride(0)))
-    if codes is None or not aligned or data.stride(1) != 1 or x.shape[1] * format.bits % 128 or not _compiles():
+    if codes is None or not aligned or data.stride(1) != 1 or x.shape[1] * format.bits % 128 or not _compiles(x.device):
         return None
     if codes in (BYTES, PAIRS) and (x.dtype == torch.float32 or _levels(recipe, x.dtype, x.device) is None):
         return None
@@ -97,7 +97,7 @@ def plan(codes: int, format: Format, batch: int, n: int, k: int, kind: int, bias
         defines = common | {"ROWS": rows, "TEAMS": teams, "KS": parts, "RESIDENT": 1024}
         grid = min(processors * waves, -(-n // (rows * teams)))
         return Cut("dot", tuple(defines.items()), grid, 32 * teams * parts, -(-k // 512) * 2048)
-    if kind == 0:
+    if kind == 0 or batch > max(FEW.values()):
         return None
     tiles = 0 if batch == 1 else next(count for count in (1, 2, 4) if batch <= 8 * count)
     wide = next((width for width in (16, 8, 4) if _fits(codes, block, tiles, width)), None)
@@ -217,8 +217,11 @@ def _make_levels(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Te
 
 
 @cache
-def _compiles() -> bool:
+def _compiles(device: torch.device) -> bool:
+    """Whether cuda/ can run there; where not, the first call says why."""
     why = nvrtc.missing()
+    if not why and torch.cuda.get_device_capability(device) < (8, 0):
+        why = f"{torch.cuda.get_device_name(device)} has no tensor cores for bfloat16 (compute capability 8.0)"
     if why:
         warnings.warn(
             f"narrowcast multiplies by encoded weights with Triton, slower than with CUDA: {why}",
