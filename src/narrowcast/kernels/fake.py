@@ -19,10 +19,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.library import Library, register_autograd, register_fake
+from torch.library import register_autograd
 
 from narrowcast.errors import DtypeError, GradientError, ShapeError
 from narrowcast.kernels import ops
+from narrowcast.kernels.declare import Operator, declare
 from narrowcast.kernels.layout import Grid
 
 __all__ = ["Grid", "fake_quantize"]
@@ -154,15 +155,11 @@ class _StraightThrough(torch.autograd.Function):
         return *_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None
 
 
-_library = Library("narrowcast", "FRAGMENT")  # type: ignore[no-untyped-call]
 _REST = "Tensor x, Tensor scale, Tensor levels, Tensor thresholds, bool uniform, int axis"
-for _name, _schema, _implementation, _fake in (
+OPERATORS: list[Operator] = [
     ("fake_quantize", f"({_REST}) -> Tensor", _forward, _shape),
     ("fake_quantize_backward", f"(Tensor grad, {_REST}) -> (Tensor, Tensor)", _backward, _backward_shape),
-):
-    _library.define(_name + _schema)  # type: ignore[no-untyped-call]
-    _library.impl(_name, _implementation, "CPU")  # type: ignore[no-untyped-call]
-    _library.impl(_name, _implementation, "CUDA")  # type: ignore[no-untyped-call]
-    register_fake(f"narrowcast::{_name}", _fake, lib=_library)
+]
+_library = declare(OPERATORS)
 register_autograd("narrowcast::fake_quantize", _gradients, setup_context=_remember, lib=_library)
 register_autograd("narrowcast::fake_quantize_backward", _refuse, lib=_library)

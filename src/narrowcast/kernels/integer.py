@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import Library, register_fake
 
 from narrowcast.errors import DtypeError, ShapeError
 from narrowcast.kernels import ops
+from narrowcast.kernels.declare import declare
 
 LONGEST = 2**17 - 1
 """The largest k: 2**17 products of 2**14 would be 2**31, one too many for an int32."""
@@ -52,8 +52,4 @@ def _shape(x: Tensor, weight: Tensor) -> Tensor:
     return torch.empty(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
 
 
-_library = Library("narrowcast", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("integer_linear(Tensor x, Tensor weight) -> Tensor")  # type: ignore[no-untyped-call]
-_library.impl("integer_linear", _multiply, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("integer_linear", _multiply, "CUDA")  # type: ignore[no-untyped-call]
-register_fake("narrowcast::integer_linear", _shape, lib=_library)
+declare([("integer_linear", "(Tensor x, Tensor weight) -> Tensor", _multiply, _shape)])

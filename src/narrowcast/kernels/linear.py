@@ -17,9 +17,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.library import Library, register_autograd, register_fake
+from torch.library import register_autograd
 
 from narrowcast.kernels import ops
+from narrowcast.kernels.declare import Operator, declare
 from narrowcast.kernels.layout import Format, Recipe
 
 TILES = {"cpu": 1 << 22, "cuda": 1 << 25}
@@ -120,8 +121,7 @@ def _gradients(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
     return of_x, None, None, None, None, of_bias
 
 
-_library = Library("narrowcast", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _name, _schema, _implementation, _fake in (
+OPERATORS: list[Operator] = [
     ("linear", f"(Tensor x, Tensor data, {ops.RECIPE}, Tensor? bias) -> Tensor", _linear, _linear_shape),
     (
         "linear_backward",
@@ -129,9 +129,5 @@ for _name, _schema, _implementation, _fake in (
         _backward,
         _backward_shape,
     ),
-):
-    _library.define(_name + _schema)  # type: ignore[no-untyped-call]
-    _library.impl(_name, _implementation, "CPU")  # type: ignore[no-untyped-call]
-    _library.impl(_name, _implementation, "CUDA")  # type: ignore[no-untyped-call]
-    register_fake(f"narrowcast::{_name}", _fake, lib=_library)
-register_autograd("narrowcast::linear", _gradients, setup_context=_remember, lib=_library)
+]
+register_autograd("narrowcast::linear", _gradients, setup_context=_remember, lib=declare(OPERATORS))

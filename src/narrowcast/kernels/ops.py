@@ -20,10 +20,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.library import Library, register_fake
 
 from narrowcast.errors import KernelWarning
 from narrowcast.kernels import reference
+from narrowcast.kernels.declare import Operator, declare
 from narrowcast.kernels.layout import Format, Grid, Recipe, layout
 
 
@@ -233,8 +233,7 @@ def _writes_out(*arguments: object) -> None:
 
 RECIPE = "int[] format, float peak, Tensor? table"
 _SUM = "Tensor? own, int own_rank, int divisor"
-_library = Library("narrowcast", "DEF")  # type: ignore[no-untyped-call]
-for _name, _schema, _implementation, _fake in (
+OPERATORS: list[Operator] = [
     ("encode", f"(Tensor rows, {RECIPE}, int seed) -> Tensor", _encode, _encode_shape),
     ("encode_", f"(Tensor(a!) out, Tensor rows, {RECIPE}, int seed) -> ()", _encode_, _writes_out),
     ("decode", f"(Tensor data, SymInt numel, ScalarType dtype, {RECIPE}) -> Tensor", _decode, _decode_shape),
@@ -253,11 +252,8 @@ for _name, _schema, _implementation, _fake in (
         _reduce_,
         _writes_out,
     ),
-):
-    _library.define(_name + _schema)  # type: ignore[no-untyped-call]
-    _library.impl(_name, _implementation, "CPU")  # type: ignore[no-untyped-call]
-    _library.impl(_name, _implementation, "CUDA")  # type: ignore[no-untyped-call]
-    register_fake(f"narrowcast::{_name}", _fake, lib=_library)
+]
+declare(OPERATORS)
 
 # -- the front: what codecs call -------------------------------------------------------------------------------------
 
