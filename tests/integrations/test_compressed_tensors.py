@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file
+from small_llama import TOKENS, llama
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import narrowcast as nc
 from narrowcast.errors import ExportError
@@ -32,25 +32,10 @@ EXPRESSIBLE = [
     "int8:zero_point=true,block=row",
     "int4:stochastic=true",
 ]
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "pad_token_id": 0,
-}
-TOKENS = torch.tensor([[5, 17, 3, 88, 42, 9]])
 
 
 def random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-
-
-def llama() -> Any:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
 
 
 def decoded(folder: Path, module: str) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_llama import SMALL, TOKENS, llama
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -35,22 +36,6 @@ from narrowcast.cli import app
 from narrowcast.errors import SpecError, StateDictError
 from narrowcast.integrations.transformers import NarrowcastConfig
 from narrowcast.payload import encode_rows
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "pad_token_id": 0,
-}
-TOKENS = torch.tensor([[5, 17, 3, 88, 42, 9]])
-
-
-def llama(tied: bool = False) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=tied)).eval()
 
 
 def gpt2() -> PreTrainedModel:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import in_interpreter
 from torch import Tensor
 
 import narrowcast as nc
@@ -172,17 +173,7 @@ def test_triton_gives_the_references_bits(name: str) -> None:
 @pytest.mark.timeout(300)
 def test_triton_gives_the_references_bits_in_its_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    source = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "triton_gives", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "." * len(GRIDS) in run.stdout
+    assert "." * len(GRIDS) in in_interpreter(__file__, "-k", "triton_gives")
 
 
 @pytest.mark.timeout(120)

@@ -7,12 +7,12 @@ interpreter must be asked for before Triton is imported, and then nothing else i
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import in_interpreter
 from torch import Tensor
 
 import narrowcast as nc
@@ -130,16 +130,7 @@ def assert_sums_agree(
 @pytest.mark.skipif(CUDA or INTERPRETER, reason="this process runs the kernels itself")
 @pytest.mark.timeout(600)
 def test_triton_gives_the_references_bits_in_its_interpreter() -> None:
-    source = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    in_interpreter(__file__)
 
 
 def test_a_missing_triton_is_a_reason_and_not_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:

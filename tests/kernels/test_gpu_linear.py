@@ -6,12 +6,11 @@ On a CUDA machine both linear.cu and Triton run; elsewhere Triton alone, in its 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import in_interpreter
 from torch import Tensor
 
 import narrowcast as nc
@@ -76,16 +75,7 @@ def assert_close(
 
 @pytest.mark.skipif(CUDA or INTERPRETER, reason="the tests below run here themselves")
 def test_triton_multiplies_within_the_bound_in_its_interpreter() -> None:
-    source = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    in_interpreter(__file__)
 
 
 @EVERY

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from processes import holds_in_a_fork
 from torch import Tensor
 
 import narrowcast as nc
@@ -144,19 +143,7 @@ def test_a_forked_child_multiplies_with_threads_of_its_own() -> None:
     torch.set_num_threads(3)
     try:
         expected = bytes(codec.linear(x, data).numpy())
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if bytes(codec.linear(x, data).numpy()) == expected else 1)
-        for _ in range(300):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                break
-            time.sleep(0.1)
-        else:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            pytest.fail("the child hangs")
-        assert os.waitstatus_to_exitcode(status) == 0
+        holds_in_a_fork(lambda: bytes(codec.linear(x, data).numpy()) == expected, 30)
     finally:
         torch.set_num_threads(before)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import holds_in_a_fork
 from torch import Tensor
 
 import narrowcast as nc
@@ -207,19 +207,7 @@ def test_a_forked_child_encodes_with_threads_of_its_own() -> None:
     torch.set_num_threads(3)
     try:
         expected = nc.encode(x, "int4").data
-        child = os.fork()
-        if child == 0:  # compares without torch, whose own threads do not survive a fork
-            os._exit(0 if bytes(nc.encode(x, "int4").data.numpy()) == bytes(expected.numpy()) else 1)
-        for _ in range(600):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                break
-            time.sleep(0.1)
-        else:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            pytest.fail("the child hangs")
-        assert os.waitstatus_to_exitcode(status) == 0
+        holds_in_a_fork(lambda: bytes(nc.encode(x, "int4").data.numpy()) == bytes(expected.numpy()), 60)
     finally:
         torch.set_num_threads(before)
 
