@@ -1,6 +1,6 @@
 """Linear layers on encoded weights on a GPU: first their numbers against fp64, then their time against the limit.
 
-    PYTHONPATH=src python3 bench/gpu_linear.py             checks, then times batches 1, 8 and 16 at four shapes
+    PYTHONPATH=src python3 bench/gpu_linear.py             checks, then times batches 1, 8, 16 and 64 at four shapes
     PYTHONPATH=src python3 bench/gpu_linear.py --sweep     tries other cuts of the work
     ... --rivals --end-to-end                              other libraries' layers, and a 7B decoder's tokens a second
     ... --skip-check   --json PATH (default: $OUT/gpu_linear.json where OUT is set)
