@@ -1,0 +1,176 @@
+"""`torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks`: gradients averaged as uint8.
+
+    ddp_model.register_comm_hook(process_group, quantization_perchannel_hook)     # None: the default group
+
+Both hooks return a future of the bucket, averaged over the ranks, in its own memory and dtype. They are
+`narrowcast.distributed.all_reduce` with an affine codec of 8 bits, so N ranks send 2(N-1)/N of the encoded bucket each
+(PyTorch's send N-1 times all of it, and their scales apart), any number of buckets may be in flight, and every rank
+ends with the same bits.
+
+**Numbers.** A group of elements with the range [lo, hi], stretched to hold zero, has PyTorch's
+scale = (hi - lo) / 255 and zero_point = round(-lo / scale), and x becomes round(x / scale) + zero_point. Dividing is
+multiplying by a reciprocal here, so that scales may differ in the last bits, and a code by one where x / scale is
+within rounding of a half. What differs on purpose:
+
+- Scales are not held above 1.2e-7: gradients of 1e-8 keep 8 bits, too.
+- An element is quantized twice, on its way to the rank that adds it up and on its way back, whatever the number of
+  ranks; there PyTorch quantizes once. A rank's own part is added exact, and averages are formed in fp32.
+- The tensor is cut into a part (or more) for each rank, and groups start with the parts. So "per tensor" is per part:
+  a range within PyTorch's, and never a coarser scale. Groups of `bucket_size` are PyTorch's where
+  `bucket_size` times the number of ranks divides the tensor.
+- An infinity or NaN makes NaN of its own group on all ranks, not of the whole tensor.
+
+For gradients in fewer bits, with error feedback, there is `narrowcast.compress_gradients`.
+
+The functions that begin with an underscore are PyTorch's formulas with scales given, without a loop over channels:
+computed in fp32 (fp64 for fp64), where PyTorch divides bf16 and fp16 in their own few bits.
+"""
+
+# No `from __future__ import annotations` here: DDP compares the annotations of a hook with the types themselves.
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from narrowcast import distributed as ncd
+from narrowcast.codecs import Codec, checks
+from narrowcast.codecs import codec as as_codec
+from narrowcast.errors import CollectiveError, ShapeError, SpecError
+
+_PIECE = 1 << 18
+"""Elements that are converted at a time on a CPU, so that what is between two steps stays in a core's cache."""
+
+
+def quantization_pertensor_hook(
+    process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a DDP bucket over the ranks in uint8, with one scale and zero point for each rank's part of it."""
+    return _average(process_group, bucket, as_codec("int8:block=row,zero_point=true"))
+
+
+def quantization_perchannel_hook(
+    process_group: dist.ProcessGroup | None, bucket: dist.GradBucket, bucket_size: int = 512
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a DDP bucket over the ranks in uint8, with a scale and zero point for every `bucket_size` elements.
+
+    `bucket_size` is a multiple of 8, up to 65536. To register another than 512, wrap the hook in a `def` with DDP's two
+    arguments: DDP does not take a `functools.partial`.
+    """
+    try:
+        codec = as_codec({"name": "int8", "block": bucket_size, "zero_point": True})
+    except SpecError as error:
+        raise SpecError(f"bucket_size={bucket_size!r}: how many elements share a scale. {error}") from error
+    return _average(process_group, bucket, codec)
+
+
+def register_ddp_comm_hook(comm_hook_type: Any, model: nn.parallel.DistributedDataParallel, state: Any = None) -> None:
+    """PyTorch's function of this name, with these hooks for QUANTIZE_PER_TENSOR and QUANTIZE_PER_CHANNEL.
+
+    `comm_hook_type` is a member of `torch.distributed.algorithms.ddp_comm_hooks.DDPCommHookType`; for all others
+    PyTorch's hooks are registered.
+    """
+    from torch.distributed.algorithms import ddp_comm_hooks as theirs
+
+    kinds = theirs.DDPCommHookType
+    ours = {
+        kinds.QUANTIZE_PER_TENSOR: quantization_pertensor_hook,
+        kinds.QUANTIZE_PER_CHANNEL: quantization_perchannel_hook,
+    }
+    if comm_hook_type in ours:
+        model.register_comm_hook(state, ours[comm_hook_type])
+    else:
+        theirs.register_ddp_comm_hook(comm_hook_type, model, state)
+
+
+def _average(
+    group: dist.ProcessGroup | None, bucket: dist.GradBucket, codec: Codec
+) -> torch.futures.Future[torch.Tensor]:
+    work = ncd.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group, async_op=True, codec=codec)
+    if work is None:
+        raise CollectiveError(
+            "process_group: this rank is not in it, so it has no average to give to DDP. Register the hook with the "
+            "process group of the model, or with None for the default one."
+        )
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+# -- PyTorch's formulas, with scales given -----------------------------------------------------------------------------
+
+
+def _quantize_per_tensor_backend(x: Tensor, scale: Tensor | float, zero_point: Tensor | float) -> Tensor:
+    """round(x / scale) + zero_point, from 0 to 255, as uint8."""
+    flat = x.detach().reshape(-1)
+    out = torch.empty(flat.shape, dtype=torch.uint8, device=x.device)
+    step = _step(flat, 1)
+    for target, piece in _pieces(step, out, flat):
+        _quantize(target, piece, _number(scale), _number(zero_point))
+    return out.view(x.shape)
+
+
+def _dequantize_per_tensor_backend(y: Tensor, scale: Tensor | float, zero_point: Tensor | float) -> Tensor:
+    """scale * (y - zero_point), in fp32."""
+    flat = y.detach().reshape(-1)
+    out = torch.empty(flat.shape, device=y.device)
+    step = _step(flat, 1)
+    for target, piece in _pieces(step, out, flat):
+        _dequantize(target, piece, _number(scale), _number(zero_point))
+    return out.view(y.shape)
+
+
+def _quantize_per_channel_backend(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """`_quantize_per_tensor_backend` of each x[i], with scale[i] and zero_point[i]."""
+    rows, scales, zeros, step = _channels(x, "x", scale, zero_point)
+    out = torch.empty(rows.shape, dtype=torch.uint8, device=x.device)
+    for pieces in _pieces(step, out, rows, scales, zeros):
+        _quantize(*pieces)
+    return out.view(x.shape)
+
+
+def _dequantize_per_channel_backend(y: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """`_dequantize_per_tensor_backend` of each y[i], with scale[i] and zero_point[i]."""
+    rows, scales, zeros, step = _channels(y, "y", scale, zero_point)
+    out = torch.empty(rows.shape, device=y.device)
+    for pieces in _pieces(step, out, rows, scales, zeros):
+        _dequantize(*pieces)
+    return out.view(y.shape)
+
+
+def _quantize(out: Tensor, x: Tensor, scale: Tensor | float, zero_point: Tensor | float) -> None:
+    codes = (x.to(checks.at_least_float32(x.dtype)) / scale).round_().add_(zero_point).clamp_(0, 255)
+    out.copy_(codes.to(torch.int16))  # straight from float to uint8, torch goes one element at a time
+
+
+def _dequantize(out: Tensor, y: Tensor, scale: Tensor | float, zero_point: Tensor | float) -> None:
+    torch.sub(y.float(), zero_point, out=out).mul_(scale)
+
+
+def _channels(x: Tensor, name: str, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """x as a matrix, what its rows have each, and how many of them are converted at a time."""
+    if x.dim() == 0:
+        raise ShapeError(f"{name}: channels are along the first dimension, and a scalar has none. Pass {name}.view(1).")
+    for value, argument in ((scale, "scale"), (zero_point, "zero_point")):
+        if value.numel() != len(x):
+            raise ShapeError(
+                f"{argument}: {name} has {len(x)} channels, {argument} {value.numel()}. Pass one for each."
+            )
+    rows = x.detach().reshape(len(x), math.prod(x.shape[1:]))
+    return rows, scale.float().view(-1, 1), zero_point.float().view(-1, 1), _step(rows, rows.shape[1])
+
+
+def _step(rows: Tensor, numel: int) -> int:
+    """How many rows of `numel` elements are converted at a time: all of them where each step is a kernel launch."""
+    return max(1, len(rows) if rows.is_cuda else _PIECE // max(1, numel))
+
+
+def _pieces(step: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one length, `step` rows of each at a time."""
+    return zip(*(torch.split(tensor, step) for tensor in tensors), strict=True)
+
+
+def _number(value: Tensor | float) -> Tensor | float:
+    """A scale as what leaves fp32 as it is: PyTorch's observers give one of shape [1]."""
+    return value.float().reshape(()) if isinstance(value, Tensor) else value
