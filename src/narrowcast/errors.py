@@ -13,6 +13,10 @@ class SpecError(NarrowcastError, ValueError):
     """A codec was asked for that does not exist, or with options that cannot be."""
 
 
+class GridError(SpecError, AssertionError):
+    """A grid of additive powers of two cannot have these bits. PyTorch's observer asserts it, hence the second base."""
+
+
 class DtypeError(NarrowcastError, TypeError):
     """A tensor has a dtype that codecs do not take."""
 
