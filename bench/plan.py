@@ -1,0 +1,173 @@
+"""Predictions of `narrowcast plan` beside the times that they predict, on a network in a box.
+
+    python bench/plan.py                     every network below, as root: a table, and with --out FOLDER plan.{md,json}
+    ... --only 4x100mbit  --rounds 5  --codecs int8,int4
+
+On each network ranks make a plan (narrowcast.distributed.plan), then all_reduce the same buckets for real: gloo's own
+for "none", narrowcast.distributed.all_reduce for each codec. They take turns, round by round; a time is the slowest
+rank's for all buckets, the figure its median. `predicted / measured` is what the issue asks to be within 25%.
+`loss` is what following the plan costs: the time of the codec that it chose, over that of the most precise codec within
+the plan's margin of the one that was fastest in fact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+
+from narrowcast import distributed as ncd  # noqa: E402
+from narrowcast.distributed.plan import NONE, plan  # noqa: E402
+
+NETWORKS = {f"{ranks}x{rate}": (ranks, rate) for rate in ("100mbit", "1gbit", "unlimited") for ranks in (2, 4)}
+BUCKETS = (1 << 18, 6_553_600)
+"""Elements: DDP's first bucket is 1 MB, and the others 25 MB."""
+
+
+# -- a rank ----------------------------------------------------------------------------------------------------------
+
+
+def measure(buckets: list[int], codecs: list[str], rounds: int) -> dict[str, list[float]]:
+    """Seconds (slowest rank's) of each round for each codec, in turns."""
+    tensors = [torch.randn(numel) for numel in buckets]
+    found: dict[str, list[float]] = {name: [] for name in (NONE, *codecs)}
+    for turn in range(rounds + 1):  # the first is a warm-up: it makes connections
+        for name, seconds in found.items():
+            for x in tensors:
+                x.mul_(1 / dist.get_world_size())  # which the sum will undo
+            dist.barrier()
+            start = time.perf_counter()
+            for x in tensors:
+                if name == NONE:
+                    dist.all_reduce(x)
+                else:
+                    ncd.all_reduce(x, codec=name)
+            took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if turn:
+                seconds.append(took.item())
+    return found
+
+
+def rank_main(job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(int(os.environ["RANK"]))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    start = time.perf_counter()
+    made = plan(job["buckets"], error_feedback=False, candidates=job["codecs"])
+    took = time.perf_counter() - start
+    found = measure(job["buckets"], job["codecs"], job["rounds"])
+    if dist.get_rank() == 0:
+        Path(job["output"]).write_text(json.dumps({"plan": made.as_dict(), "took": took, "found": found}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- the driver ------------------------------------------------------------------------------------------------------
+
+
+def run(network: str, codecs: list[str], rounds: int, buckets: tuple[int, ...] = BUCKETS) -> dict[str, Any]:
+    """The plan, how long it took to make, and the times in fact, on one of the networks."""
+    ranks, rate = NETWORKS[network]
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"codecs": codecs, "rounds": rounds, "buckets": buckets, "output": f"{folder}/out"}
+        command = [
+            sys.executable,
+            str(HERE / "netlab"),
+            "--ranks",
+            str(ranks),
+            "--only",
+            "0",
+            "--quiet",
+            "--tcp",
+            "cubic",
+        ]
+        command += [] if rate == "unlimited" else ["--rate", rate]
+        command += ["--", sys.executable, str(HERE / "plan.py"), "--rank", json.dumps(job)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
+        found: dict[str, Any] = json.loads(Path(f"{folder}/out").read_text())
+    return found
+
+
+def rows(network: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per codec: predicted and measured seconds."""
+    seconds = {name: statistics.median(times) for name, times in found["found"].items()}
+    made = found["plan"]
+    close = [name for name in seconds if seconds[name] <= (1 + made["margin"]) * min(seconds.values())]
+    precise = {p["codec"]: (p["noise"], p["codec"] != NONE) for p in made["predictions"]}
+    right = min(close, key=precise.__getitem__)
+    return [
+        {
+            "network": network,
+            "codec": p["codec"],
+            "predicted": p["seconds"],
+            "measured": seconds[p["codec"]],
+            "ratio": p["seconds"] / seconds[p["codec"]],
+            "chosen": p["codec"] == made["chosen"],
+            "loss": seconds[made["chosen"]] / seconds[right],
+        }
+        for p in made["predictions"]
+    ]
+
+
+def markdown(made: list[dict[str, Any]]) -> str:
+    lines = [
+        "| network | | predicted s | measured s | predicted / measured | chosen | loss |",
+        "|---|---|--:|--:|--:|---|--:|",
+    ]
+    for row in made:
+        numbers = f"{row['predicted']:.3g} | {row['measured']:.3g} | {row['ratio']:.2f}"
+        chosen = f"x | {row['loss']:.2f}" if row["chosen"] else " | "
+        lines.append(f"| {row['network']} | {row['codec']} | {numbers} | {chosen} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="networks, by the start of their names, with commas between them")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--codecs", default="bf16,int8,int6,int4")
+    parser.add_argument("--out", type=Path, help="folder for plan.md and plan.json")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank:
+        rank_main(json.loads(given.rank))
+        return
+    made: list[dict[str, Any]] = []
+    raw: dict[str, Any] = {}
+    for network in NETWORKS:
+        if network.startswith(tuple(given.only.split(","))):
+            raw[network] = run(network, given.codecs.split(","), given.rounds)
+            made += rows(network, raw[network])
+            print(markdown(rows(network, raw[network])), f"planned in {raw[network]['took']:.1f} s", flush=True)
+            print(raw[network]["plan"]["link"], flush=True)
+    within = sum(0.8 <= row["ratio"] <= 1.25 for row in made)
+    summary = f"{within} of {len(made)} predictions are within 25% of what was measured."
+    print(summary)
+    if given.out:
+        machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+        plans = ", ".join(f"{network} {found['took']:.1f} s" for network, found in raw.items())
+        head = f"# Predictions of all_reduce, and what it took\n\n{datetime.date.today()}, {machine}. "
+        head += f"Command: `{' '.join(sys.argv)}`. What the columns mean stands at the top of bench/plan.py.\n\n"
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / "plan.md").write_text(f"{head}{summary} Time to plan: {plans}.\n\n{markdown(made)}")
+        (given.out / "plan.json").write_text(json.dumps({"rows": made, "raw": raw}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Which codec gradients should travel in: what each one would take, and the choice.
+
+`predict` says how long a step's all_reduces take, one after the other, from the sizes of its buckets, the link and the
+codec's speed. Nothing else enters: not what the backward pass hides of it, nor what it takes from the processor.
+
+- Uncompressed ("none"), the ring: each rank sends 2(N-1)/N of the bytes in 2(N-1) steps.
+- In a codec, the two-stage reduction: the bytes of its rows and headers; two trips where rows travel with the header,
+  else three; and coding. A bucket in P pieces hides coding behind the wire, or the wire behind coding, but for the
+  first and the last piece: the longer of the two, and of the shorter 1/P, or more where the link's `overlap` is less
+  than 1 (ranks that share cores with the wire).
+
+`choose` takes the most precise codec that is within a margin of the fastest. Nothing is as precise as none, so none it
+is wherever that is within the margin, and what is chosen is never predicted to be slower than none. Precise means
+little noise on normal numbers (`CodecSpeed.noise`).
+
+Candidates by default are those with which a model trains as well as without, by bench/training.py: bf16 and int8; with
+error feedback int6 and int4, too. int2 and sign are faster on a slow link, always, and cost accuracy or a warm-up: that
+is not for a stopwatch to decide. Name them in `candidates` to have them considered. A cast that takes as many bits as
+the gradients do is left out.
+
+A plan that is made in a group is a collective, and the same on every rank: it is worked out from numbers that are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from narrowcast.codecs import Codec
+from narrowcast.codecs import codec as as_codec
+from narrowcast.distributed import arguments, two_stage
+from narrowcast.distributed.agreement import header_bytes
+from narrowcast.distributed.collectives import all_reduce
+from narrowcast.distributed.link import STREAM_S, Link, measure_link, members, timed
+from narrowcast.distributed.peers import Peers, peers_of
+from narrowcast.distributed.speed import CodecSpeed, measure_codecs
+from narrowcast.distributed.wire import EAGER
+from narrowcast.errors import SpecError
+
+AVG = dist.ReduceOp.AVG
+NONE = "none"
+MARGIN = 0.1
+LOSSLESS_ENOUGH = ("bf16", "int8")
+WITH_FEEDBACK = ("int6", "int4")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one codec would take of each rank, a step."""
+
+    codec: str
+    """Its spec, or "none"."""
+    seconds: float
+    wire_seconds: float
+    coding_seconds: float
+    bytes: int
+    """Sent by a rank, headers included."""
+    noise: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choice, and what it was made from. `str()` gives the table."""
+
+    chosen: str
+    reason: str
+    predictions: tuple[Prediction, ...]
+    link: Link
+    ranks: int
+    buckets: tuple[int, ...]
+    dtype: torch.dtype
+    margin: float
+
+    @property
+    def codec(self) -> Codec | None:
+        return None if self.chosen == NONE else as_codec(self.chosen)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        found = dataclasses.asdict(self)
+        return {**found, "dtype": str(self.dtype).removeprefix("torch.")}
+
+    def __str__(self) -> str:
+        head = f"{'codec':<12}{'MB sent':>12}{'wire s':>10}{'coding s':>10}{'total s':>10}{'x none':>8}"
+        plain = next(p.seconds for p in self.predictions if p.codec == NONE)
+        lines = [
+            f"{p.codec:<12}{p.bytes / 1e6:>12.4g}{p.wire_seconds:>10.3g}{p.coding_seconds:>10.3g}{p.seconds:>10.3g}"
+            f"{plain / p.seconds:>8.2f}{'  <' if p.codec == self.chosen else ''}"
+            for p in self.predictions
+        ]
+        return "\n".join([head, *lines, self.reason])
+
+
+# -- predicting -------------------------------------------------------------------------------------------------------
+
+
+def predict_plain(buckets: Sequence[int], ranks: int, link: Link, dtype: torch.dtype = torch.float32) -> Prediction:
+    """What torch's own all_reduce of `buckets` (numbers of elements) would take."""
+    sizes = [numel * dtype.itemsize for numel in buckets]
+    seconds = sum(link.ring_s(size, ranks) for size in sizes)
+    return Prediction(NONE, seconds, seconds, 0.0, sum(2 * (ranks - 1) * size // ranks for size in sizes))
+
+
+def predict(
+    buckets: Sequence[int],
+    ranks: int,
+    link: Link,
+    codec: Codec,
+    speed: CodecSpeed,
+    *,
+    error_feedback: bool | str = False,
+    eager: int = EAGER,
+) -> Prediction:
+    """What the two-stage reduction of `buckets` (numbers of elements) in `codec` would take.
+
+    `eager` is what rides along with a header, 0 on NCCL, where there is no header and a tensor is one piece.
+    """
+    coding_each = _coding_s(ranks, speed, error_feedback if codec.bits < 8 else False)
+    total = wire = coding = 0.0
+    sent = 0
+    for numel in buckets:
+        nbytes, pieces, trips = _traffic(numel, ranks, codec, eager)
+        on_wire = trips * link.latency_s + nbytes / link.bandwidth_bytes_per_s
+        on_wire += (trips - 2 + 2 * pieces) * (ranks - 1) * link.message_s
+        at_work = numel * coding_each
+        hidden = link.overlap * (1 - 1 / pieces)
+        total += max(on_wire, at_work) + min(on_wire, at_work) * (1 - hidden)
+        wire, coding, sent = wire + on_wire, coding + at_work, sent + nbytes
+    return Prediction(codec.spec, total, wire, coding, sent, speed.noise)
+
+
+def _traffic(numel: int, ranks: int, codec: Codec, eager: int) -> tuple[int, int, int]:
+    """Bytes that a rank sends, pieces, and trips that nothing hides."""
+    sizes = two_stage.cut(numel, ranks, codec, eager)
+    rows = [codec.row_bytes(two_stage.split(size, ranks)[0]) for size in sizes]
+    header = header_bytes(ranks) if eager else 0
+    along = not eager or (rows == rows[:1] and rows[0] <= eager)
+    return (ranks - 1) * (2 * sum(rows) + header), len(sizes), 2 if along else 3
+
+
+def _coding_s(ranks: int, speed: CodecSpeed, error_feedback: bool | str) -> float:
+    """Seconds of coding for each element of a bucket.
+
+    Parts of the others are encoded, rows of this rank's part added up (as many elements in all as the bucket has), and
+    every part's sum decoded. What was quantized with feedback is decoded once more, added to, and subtracted from.
+    """
+    own = 1 / ranks
+    seconds = (1 - own) * speed.encode_s + speed.sum_s + speed.decode_s
+    fed_back = {True: 1.0, False: 0.0, "owner": own}[error_feedback]
+    return seconds + fed_back * (speed.decode_s + 2 * speed.add_s)
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def choose(predictions: Sequence[Prediction], margin: float = MARGIN) -> tuple[Prediction, str]:
+    """The most precise of those that take at most 1 + `margin` times as long as the fastest; and why, in a sentence."""
+    if not predictions:
+        raise SpecError("predictions: there is none to choose from. Predict at least one codec, or none's own.")
+    if not 0 <= margin < 10:
+        raise SpecError(f"margin={margin}: a share of the fastest time, zero or more. Write 0.1 for 10%.")
+    fastest = min(predictions, key=lambda p: p.seconds)
+    close = [p for p in predictions if p.seconds <= (1 + margin) * fastest.seconds]
+    best = min(close, key=lambda p: (p.noise, p.codec != NONE, p.seconds))
+    if best is fastest and best.codec == NONE:
+        return best, "none: no codec is faster."
+    if best is fastest:
+        return best, f"{best.codec}: the fastest, and nothing more precise is within {margin:.0%} of it."
+    slower = best.seconds / fastest.seconds - 1
+    return best, (
+        f"{best.codec}: {slower:.1%} slower than the fastest ({fastest.codec}), which is within {margin:.0%}, "
+        f"and {'without loss' if best.codec == NONE else 'the most precise that is'}."
+    )
+
+
+def candidates_for(dtype: torch.dtype, error_feedback: bool | str) -> tuple[str, ...]:
+    """The codecs that are considered for gradients of a dtype, besides none."""
+    casts = tuple(name for name in LOSSLESS_ENOUGH if as_codec(name).bits < 8 * dtype.itemsize)
+    return casts + (WITH_FEEDBACK if error_feedback else ())
+
+
+def decide(
+    buckets: Sequence[int],
+    ranks: int,
+    link: Link,
+    speeds: dict[str, CodecSpeed],
+    *,
+    dtype: torch.dtype = torch.float32,
+    error_feedback: bool | str = True,
+    margin: float = MARGIN,
+    eager: int = EAGER,
+) -> Plan:
+    """The plan for `buckets` (numbers of elements) on a link, with codecs of these speeds. Nothing is measured."""
+    options: dict[str, Any] = {"error_feedback": error_feedback, "eager": eager}
+    found = [predict_plain(buckets, ranks, link, dtype)]
+    found += [predict(buckets, ranks, link, as_codec(spec), speed, **options) for spec, speed in speeds.items()]
+    best, reason = choose(found, margin)
+    return Plan(best.codec, reason, tuple(found), link, ranks, tuple(buckets), dtype, margin)
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def plan(
+    buckets: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    dtype: torch.dtype = torch.float32,
+    error_feedback: bool | str = True,
+    candidates: Sequence[str | Codec] | None = None,
+    margin: float = MARGIN,
+) -> Plan:
+    """Measure the group's link and the candidates' speed, and choose. A collective, of a second or two."""
+    where = torch.device(device)
+    found = members(group, "plan")
+    peers = peers_of(found, where)
+    given = candidates_for(dtype, error_feedback) if candidates is None else candidates
+    codecs = [as_codec(each) for each in given if each != NONE]
+    ranks = peers.size
+    link = measure_link(found, where, dtype=dtype)
+    probe = codecs[-1] if codecs else as_codec("int8")
+    speeds = measure_codecs(dict.fromkeys([*codecs, probe]), where, ranks=ranks, peers=peers)
+    eager = 0 if peers.nccl else EAGER
+    link = _with_overlap(link, peers, found, probe, speeds[probe.spec], max(buckets, default=1), eager)
+    speeds = {codec.spec: speeds[codec.spec] for codec in codecs}
+    options: dict[str, Any] = {"dtype": dtype, "error_feedback": error_feedback, "margin": margin, "eager": eager}
+    return decide(buckets, ranks, link, speeds, **options)
+
+
+def choose_codec(
+    buckets: Sequence[int],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    error_feedback: bool | str,
+) -> tuple[Codec | None, Plan | None]:
+    """What `codec="auto"` means for a model whose buckets have so many elements: the codec, or None for none.
+
+    Without other ranks nothing travels, and there is no plan.
+    """
+    found = arguments.group_of(group, "compress_gradients")
+    if found is None or found.size() < 2:
+        return None, None
+    made = plan(buckets, found, device, dtype=dtype, error_feedback=error_feedback)
+    return made.codec, made
+
+
+def _with_overlap(
+    link: Link, peers: Peers, group: dist.ProcessGroup, codec: Codec, speed: CodecSpeed, largest: int, eager: int
+) -> Link:
+    """The link, with how much of coding it hides: found by a reduction whose time would tell."""
+
+    def together(numel: int, overlap: float) -> float:
+        there = dataclasses.replace(link, overlap=overlap)
+        return predict([numel], peers.size, there, codec, speed, eager=eager).seconds
+
+    numel = largest
+    while numel > 1 and together(numel, 0.0) > STREAM_S:
+        numel //= 2
+    most, least = together(numel, 0.0), together(numel, 1.0)
+    if most <= 1.02 * least:  # one piece, or a wire that is far slower than coding: it makes no difference
+        return link
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(peers.device)
+    took = timed(peers, lambda: all_reduce(x, AVG, group, codec=codec), rounds=3, warm_up=True)
+    return dataclasses.replace(link, overlap=min(max((most - took) / (most - least), 0.0), 1.0))
