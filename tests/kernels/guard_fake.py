@@ -45,7 +45,7 @@ def fake(kernel: native.Native, at_end: bool) -> int:
 
 def integers(kernel: native.Native, at_end: bool) -> int:
     calls = 0
-    for batch, rows, k in itertools.product((1, 5), (1, 7), (1, 63, 130)):
+    for batch, rows, k in itertools.product((1, 5, 17), (1, 50), (1, 63, 130)):
         x, weight = (guarded(torch.ones(count, k, dtype=torch.int8), at_end) for count in (batch, rows))
         out = guarded(torch.zeros(batch, rows, dtype=torch.int32), at_end)
         kernel.integer_linear(out, x, weight)

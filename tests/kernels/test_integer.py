@@ -11,12 +11,19 @@ from narrowcast.kernels import native, ops
 from narrowcast.kernels.integer import LONGEST, integer_linear
 from narrowcast.kernels.ops import Kernel
 
+# The operator is the same on any kernel: machines without a compiler check it on the reference.
+pytestmark = pytest.mark.filterwarnings("ignore::narrowcast.errors.KernelWarning")
+
 SIZES = [(1, 1, 1), (1, 5, 64), (2, 3, 63), (3, 4, 65), (4, 7, 128), (5, 64, 200), (9, 65, 33), (65, 130, 100)]
+# From 16 vectors on VNNI takes another way: 8, 4 and 1 of them with up to 48 rows, in parts of 1024 elements.
+SIZES += [(15, 48, 70), (16, 16, 3), (17, 17, 5), (29, 49, 1023), (16, 33, 1030), (300, 35, 4), (23, 48, 2052)]
 
 
 def triton() -> Kernel:
-    """What runs on CUDA: it pads for cuBLAS, and torch has the same function for the CPU."""
+    """What runs on CUDA: it pads for cuBLAS, and torch has the same function for the CPU, exact where there is VNNI."""
     pytest.importorskip("triton", reason="Triton is not installed")
+    if native.load("avx512")[0] is None:
+        pytest.skip("torch._int_mm saturates on CPUs without VNNI")
     from narrowcast.kernels.gpu_launch import Triton
 
     return Triton()
@@ -50,26 +57,45 @@ def test_every_machine_is_exact(kernel: Kernel, size: tuple[int, int, int]) -> N
     assert_exact(kernel, codes(batch, k), codes(rows, k))
 
 
+@pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("value", [-128, 127])
-def test_the_longest_sums_of_the_largest_products_are_exact(kernel: Kernel, value: int) -> None:
-    weight = torch.full((2, LONGEST), -128, dtype=torch.int8)
-    assert_exact(kernel, torch.full((1, LONGEST), value, dtype=torch.int8), weight)
+def test_the_longest_sums_of_the_largest_products_are_exact(kernel: Kernel, value: int, batch: int) -> None:
+    # Every element is the same sum, and that is known without int64's product, which takes long.
+    x, weight = torch.full((batch, LONGEST), value, dtype=torch.int8), torch.full((2, LONGEST), -128, dtype=torch.int8)
+    out = torch.full((batch, 2), 7, dtype=torch.int32)
+    kernel.integer_linear(out, x, weight)
+    assert out.tolist() == [[-128 * value * LONGEST] * 2] * batch
 
 
 def test_rows_may_lie_apart(kernel: Kernel) -> None:
     assert_exact(kernel, codes(6, 90)[::2, 5:75], codes(10, 90)[1::3, 3:73])
     assert_exact(kernel, codes(70, 3).t(), codes(70, 4).t())
+    assert_exact(kernel, codes(40, 90)[::2, 5:75], codes(60, 90)[1::3, 3:73])
+
+
+@pytest.mark.parametrize("batch", [3, 20])
+def test_results_may_lie_apart_and_nothing_between_them_changes(batch: int) -> None:
+    kernel, why = native.load()
+    if kernel is None:
+        pytest.skip(why)
+    x, weight, out = codes(batch, 70), codes(19, 70), torch.full((batch, 40), 7, dtype=torch.int32)
+    kernel.integer_linear(out[:, 5:24], x, weight)
+    assert torch.equal(out[:, 5:24].long(), x.long() @ weight.long().t())
+    assert out[:, :5].eq(7).all()
+    assert out[:, 24:].eq(7).all()
 
 
 def test_the_operator_works_in_one_graph_and_passes_torchs_checks() -> None:
     x, weight = codes(5, 40), codes(7, 40)
-    torch.library.opcheck(torch.ops.narrowcast.integer_linear.default, (x, weight))
+    result = torch.library.opcheck(torch.ops.narrowcast.integer_linear.default, (x, weight))
+    assert set(result.values()) == {"SUCCESS"}
     compiled = torch.compile(integer_linear, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, weight), integer_linear(x, weight))
 
 
-def test_threads_change_nothing() -> None:
-    x, weight = codes(70, 300), codes(500, 300)
+@pytest.mark.parametrize("batch", [10, 300])
+def test_threads_change_nothing(batch: int) -> None:
+    x, weight = codes(batch, 300), codes(500, 300)
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):

@@ -3,6 +3,9 @@
 `torch.ops.narrowcast.integer_linear` takes x [batch, k] and weights [rows, k], both int8, and returns int32
 [batch, rows], each element the sum of k products. It is exact on every machine, so there is no order of sums to speak
 of: k is at most 131071, for which even -128 times -128 throughout fits into an int32. Integers have no gradient.
+
+On a CPU it does not rest on `torch._int_mm`: where there is no AVX-512 VNNI, oneDNN adds pairs of products in 16 bits,
+which saturate, and the result is wrong by thousands (torch 2.13; ONEDNN_MAX_CPU_ISA=AVX2 shows it on any machine).
 """
 
 from __future__ import annotations
@@ -20,29 +23,39 @@ LONGEST = 2**17 - 1
 
 def integer_linear(x: Tensor, weight: Tensor) -> Tensor:
     """int8 `x` [batch, k] times int8 `weight` [rows, k]: int32 [batch, rows], exact."""
-    for name, tensor in (("x", x), ("weight", weight)):
-        if tensor.dtype != torch.int8:
-            raise DtypeError(
-                f"{name} has dtype {tensor.dtype}: integer_linear multiplies int8 codes. If its values lie in "
-                f"[-128, 127], pass {name}.to(torch.int8)."
-            )
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ShapeError(
-            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: integer_linear takes [batch, k] and "
-            "[rows, k] with the same k. Flatten the leading dimensions of x, as in x.flatten(0, -2)."
-        )
-    if x.shape[1] > LONGEST:
-        raise ShapeError(
-            f"x has k={x.shape[1]}: a sum of more than {LONGEST} products of int8 may overflow int32. "
-            "Multiply in parts along k and add them up in int64."
-        )
+    if not (x.dtype == weight.dtype == torch.int8) or x.dim() != 2 or weight.dim() != 2:
+        raise _unfit(x, weight)
+    k = x.shape[1]
+    if k != weight.shape[1] or k > LONGEST:
+        raise _unfit(x, weight)
     if ops.unwatched(x):
         return _multiply(x, weight)
     return torch.ops.narrowcast.integer_linear(x, weight)  # type: ignore[no-any-return]
 
 
+def _unfit(x: Tensor, weight: Tensor) -> DtypeError | ShapeError:
+    """What is wrong with the two. Apart from the checks themselves, which every call of a small layer waits for."""
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.dtype != torch.int8:
+            return DtypeError(
+                f"{name} has dtype {tensor.dtype}: integer_linear multiplies int8 codes. If its values lie in "
+                f"[-128, 127], pass {name}.to(torch.int8)."
+            )
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        return ShapeError(
+            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: integer_linear takes [batch, k] and "
+            "[rows, k] with the same k. Flatten the leading dimensions of x, as in x.flatten(0, -2)."
+        )
+    return ShapeError(
+        f"x has k={x.shape[1]}: a sum of more than {LONGEST} products of int8 may overflow int32. "
+        "Multiply in parts along k and add them up in int64."
+    )
+
+
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:
     out = _shape(x, weight)
+    if not x.shape[1]:
+        return out.zero_()
     if out.numel():
         ops.kernel_for(x.device.type).integer_linear(out, x, weight)
     return out
