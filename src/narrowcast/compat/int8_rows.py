@@ -1,0 +1,207 @@
+"""Int8 weights with one scale per row, held once, under the names `weight` and `scales`.
+
+An `Int8Rows` holds codes and scales as encoded rows of "int8:block=row", which is what kernels multiply. It is a
+module, so that layers with a tied weight can share one: `.to(...)` and loading then change it for all of them. An
+`Int8Weight` is a layer on top of it, whose state dict has `weight`, int8 [out, in], and `scales`, [out] in the model's
+dtype. It loads these, or a float `weight`, which it quantizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.codecs import checks
+from narrowcast.codecs import codec as as_codec
+from narrowcast.errors import ShapeError
+from narrowcast.kernels.layout import layout
+from narrowcast.nn.encoded import Encoded
+
+CODEC = as_codec("int8:block=row")
+TILE = 1 << 22
+"""Weights that are quantized at a time, so that what is needed meanwhile stays small beside the model."""
+ASSIGN = "assign_to_params_buffers"
+"""Where torch tells modules of load_state_dict's assign=True."""
+
+
+def dynamically_quantize_per_channel(
+    x: Tensor, quant_min: int, quant_max: int, target_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [out, in], scales [out] in x's dtype, and zero points, which are zero.
+
+    A scale is the row's largest magnitude over (quant_max - quant_min) / 2, at least 1.2e-7. A row that is not finite
+    has the scale NaN and codes of zero.
+    """
+    if x.dim() != 2:
+        raise ShapeError(f"x: expected [out, in], a row for each scale, got {list(x.shape)}. Pass x.flatten(1).")
+    checks.float_rows(x, "x")
+    low, high = torch.aminmax(x, dim=1)
+    reach = torch.maximum(-low, high).clamp(min=0)
+    scales = (reach / ((quant_max - quant_min) / 2)).clamp(min=torch.finfo(torch.float32).eps).to(x.dtype)
+    wrong = ~reach.isfinite()
+    codes = (x / scales.unsqueeze(-1)).round_().clamp_(quant_min, quant_max)
+    codes.masked_fill_(wrong.unsqueeze(-1), 0)
+    scales.masked_fill_(wrong, torch.nan)
+    return codes.to(target_dtype), scales, torch.zeros_like(scales, dtype=torch.int64)
+
+
+# -- what layers hold ------------------------------------------------------------------------------------------------
+
+
+class Int8Rows(nn.Module):
+    """Codes and scales as encoded rows. In no state dict, since the layers write what it holds."""
+
+    data: nn.Parameter
+
+    def __init__(self, rows: int, numel: int, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.numel = numel
+        self.dtype = dtype or torch.get_default_dtype()
+        checks.float_dtype(self.dtype, "dtype")
+        self._floats: tuple[object, nn.Parameter] | None = None
+        self.allocate(rows, device)
+        self._scales32().fill_(1)
+
+    def allocate(self, rows: int, device: torch.device | str | None) -> None:
+        data = torch.zeros(rows, CODEC.row_bytes(self.numel), dtype=torch.uint8, device=device)
+        self.data = nn.Parameter(data, requires_grad=False)
+
+    def codes(self) -> Tensor:
+        """int8 [rows, numel]: a view."""
+        return self.data.detach()[:, : self.numel].view(torch.int8)
+
+    def scales(self) -> Tensor:
+        """[rows] in the dtype of the model: a view in fp32, else a copy."""
+        return self._scales32().to(self.dtype)
+
+    def _scales32(self) -> Tensor:
+        where = layout(CODEC.format, self.numel)
+        return self.data.detach()[:, where.scales_offset : where.zeros_offset].view(torch.float32).squeeze(1)
+
+    def write_scales(self, scales: Tensor, first: int = 0) -> None:
+        """Store scales, rounded to the dtype of the model, from row `first` on."""
+        self._scales32()[first : first + len(scales)].copy_(scales.to(self.dtype))
+
+    @torch.no_grad()
+    def quantize(self, weight: Tensor) -> None:
+        step = max(1, TILE // max(self.numel, 1))
+        for first in range(0, len(weight), step):
+            codes, scales, _ = dynamically_quantize_per_channel(
+                weight[first : first + step].float(), -128, 127, torch.int8
+            )
+            self.codes()[first : first + step].copy_(codes)
+            self.write_scales(scales, first)
+
+    def as_floats(self) -> nn.Parameter:
+        """The decoded weight: one Parameter for all the layers that share these rows."""
+        now = self.data.data_ptr(), self.data._version, self.dtype
+        if self._floats is None or self._floats[0] != now:
+            self._floats = now, nn.Parameter(CODEC.decode(self.data.detach(), self.numel, self.dtype))
+        return self._floats[1]
+
+    def load(self, weight: Tensor, scales: Tensor | None, assign: bool) -> None:
+        """Take codes and scales, or floats to quantize; with `assign`, also their device and dtype."""
+        if assign:
+            self.dtype = weight.dtype if scales is None else scales.dtype
+            self.allocate(len(weight), weight.device)
+        if scales is None:
+            self.quantize(weight)
+        else:
+            self.codes().copy_(weight)
+            self.write_scales(scales)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Rows:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
+        if dtype in checks.FLOATS and dtype != self.dtype:
+            self.dtype = dtype
+            self.write_scales(self._scales32().clone())
+        return self
+
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        """Nothing: the layers do."""
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        """Nothing: the layers do."""
+
+
+class Int8Weight(Encoded):
+    """A layer whose weight is an `Int8Rows`."""
+
+    rows: Int8Rows
+    bias_optional = False
+    """Whether a state dict may do without the bias."""
+
+    def _take(self, rows: Int8Rows) -> None:
+        vars(self).update(_held={}, _float_dtype=rows.dtype, _float_class=self.float_class)
+        self.rows = rows
+
+    @property
+    def weight(self) -> Tensor:
+        """The codes, int8 [out, in]: a view, strided."""
+        return self.rows.codes()
+
+    @weight.setter
+    def weight(self, codes: Tensor) -> None:
+        self.rows.codes().copy_(codes)
+
+    @property
+    def scales(self) -> Tensor:
+        """[out], in the model's dtype."""
+        return self.rows.scales()
+
+    @scales.setter
+    def scales(self, scales: Tensor) -> None:
+        self.rows.write_scales(scales)
+
+    def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight as floats, in `dtype` or the model's."""
+        return CODEC.decode(self.rows.data.detach(), self.rows.numel, dtype or self.rows.dtype)
+
+    def _leave(self) -> None:
+        self._parameters["weight"] = self.rows.as_floats()
+        del self._modules["rows"]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"], destination[prefix + "scales"] = self.weight, self.scales
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        metadata, strict, missing_keys, unexpected_keys, error_msgs = rest
+        keys = prefix + "weight", prefix + "scales"
+        weight, scales = state_dict.get(keys[0]), state_dict.get(keys[1])
+        others = {key: value for key, value in state_dict.items() if key not in keys}
+        missing: list[str] = []
+        super()._load_from_state_dict(others, prefix, metadata, strict, missing, unexpected_keys, error_msgs)
+        missing_keys += [key for key in missing if not (self.bias_optional and key == prefix + "bias")]
+        if isinstance(weight, Tensor) and weight.is_floating_point():
+            scales = None
+        elif weight is None or scales is None:
+            missing_keys += [key for key in keys if strict and key not in state_dict]
+            return
+        assign = bool(metadata.get(ASSIGN))
+        wrong = self._unfit(weight, scales, keys, assign)
+        if wrong:
+            error_msgs.append(wrong)
+            return
+        self.rows.load(weight, scales, assign)
+        self._float_dtype = self.rows.dtype
+
+    def _unfit(self, weight: Tensor, scales: Tensor | None, keys: tuple[str, str], assign: bool) -> str:
+        """Why these cannot be loaded; nothing if they can."""
+        shape = self.weight.shape
+        if weight.shape != shape or not (weight.dtype == torch.int8 or weight.is_floating_point()):
+            wanted = f"expected int8, or floats to quantize, of shape {list(shape)}"
+            return f"{keys[0]}: {wanted}, got {_described(weight)}. The state dict is another model's."
+        if scales is not None and (scales.shape != shape[:1] or scales.dtype not in checks.FLOATS):
+            return f"{keys[1]}: expected floats of shape {list(shape[:1])}, got {_described(scales)}."
+        if self.rows.data.is_meta and not assign and not weight.is_meta:
+            return f"{keys[0]}: the module is on the meta device, which holds nothing. Load with assign=True."
+        return ""
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
