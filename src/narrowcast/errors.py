@@ -85,6 +85,10 @@ class GradientError(NarrowcastError, RuntimeError):
     """A gradient was asked for that an operation does not have."""
 
 
+class ModelKindError(NarrowcastError, TypeError):
+    """A model is not of the kind that a call is for."""
+
+
 class CalibrationError(NarrowcastError, RuntimeError):
     """A quantizer has no clip yet, or no data to choose one from."""
 

@@ -16,11 +16,15 @@ from narrowcast.distributed.collectives import (
     reduce_scatter,
     reduce_scatter_tensor,
 )
+from narrowcast.distributed.compress import compress_gradients
+from narrowcast.distributed.ddp import gradient_hook
+from narrowcast.distributed.gradients import GradientCompression
 from narrowcast.distributed.lane import Work
 from narrowcast.distributed.point_to_point import irecv, isend, recv, send
 from narrowcast.distributed.stats import OpStats, reset_stats, stats
 
 __all__ = [
+    "GradientCompression",
     "OpStats",
     "Work",
     "all_gather",
@@ -29,7 +33,9 @@ __all__ = [
     "all_to_all",
     "all_to_all_single",
     "broadcast",
+    "compress_gradients",
     "functional",
+    "gradient_hook",
     "irecv",
     "isend",
     "recv",

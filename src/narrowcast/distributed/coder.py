@@ -22,6 +22,10 @@ class Coder:
         self.device = device
         self._seed = seed
 
+    def using(self, codec: Codec) -> Coder:
+        """The same, with another codec."""
+        return Coder(codec, self._seed, self.meter, self.arena, self.device)
+
     def nbytes(self, rows: Tensor) -> int:
         """The bytes that `rows` [count, numel] encode to."""
         return len(rows) * self.codec.row_bytes(rows.shape[1])

@@ -9,13 +9,12 @@ it, and all ranks send and receive at once while it does:
 - the same two for the rival, torch's own all_reduce of the group: `step_s` and `ring_bytes_per_s`. gloo and NCCL have
   ways of their own to fill a link, so the one cannot be told from the other.
 
-A time is the median of a few rounds, and that of the slowest rank. `slowest` hands every rank the same float64
+A time is that of the slowest rank, in the best of a few rounds: what else a machine does can only add. `slowest` hands every rank the same float64
 numbers, bit for bit: what is decided from them alone is decided alike on all ranks.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from narrowcast.distributed.peers import Peers, peers_of
 from narrowcast.errors import CollectiveError
 
 ROUNDS = 3
-"""Of every time, so many are taken. A busy machine spoils one."""
+"""Of every time, so many are taken."""
 
 STREAM_S = 0.15
 """A stream of rows takes about so long. In 50 ms TCP has not found its share of the link yet: 4 ranks at 100 Mbit/s got
@@ -62,6 +61,9 @@ class Link:
     """Of the ring; None: as `bandwidth_bytes_per_s`."""
     overlap: float = 1.0
     """How much of encoding and decoding happens while rows are on their way, where there are pieces enough."""
+    drag: float = 1.0
+    """How many times longer a reduction takes than its coding and its wire together, where these get in each other's
+    way: on a link that is as fast as memory, both want the same cores and caches."""
 
     def trip_s(self, ranks: int) -> float:
         return self.latency_s + (ranks - 1) * self.message_s
@@ -124,7 +126,7 @@ def slowest(peers: Peers, values: Sequence[float]) -> list[float]:
 
 
 def timed(peers: Peers, run: Callable[[], object], *, rounds: int = ROUNDS, warm_up: bool = False) -> float:
-    """The slowest rank's median seconds of a collective; a rank starts its clock as it enters, after all have met."""
+    """The slowest rank's seconds of a collective, in the best round. Before each round, ranks meet."""
     times = []
     for turn in range(rounds + warm_up):
         slowest(peers, [0.0])  # ranks that start together, to within a trip
@@ -133,8 +135,7 @@ def timed(peers: Peers, run: Callable[[], object], *, rounds: int = ROUNDS, warm
         finish(peers.device)
         if turn >= warm_up:
             times.append(time.perf_counter() - start)
-    # Round by round: a rank that came late made the others wait, and only one of them is to be believed.
-    return statistics.median(slowest(peers, times))
+    return min(slowest(peers, times))
 
 
 def finish(device: torch.device) -> None:
@@ -155,7 +156,7 @@ def _row_rate(peers: Peers) -> float:
             rates.append(sent / seconds)
         else:
             nbytes = min(int(nbytes * min(16.0, STREAM_S / seconds)) + 1, MOST_BYTES)
-    return statistics.median(rates)
+    return max(rates)
 
 
 def _stream_s(peers: Peers, nbytes: int, count: int) -> float:

@@ -7,7 +7,7 @@ codec's speed. Nothing else enters: not what the backward pass hides of it, nor 
 - In a codec, the two-stage reduction: the bytes of its rows and headers; two trips where rows travel with the header,
   else three; and coding. A bucket in P pieces hides coding behind the wire, or the wire behind coding, but for the
   first and the last piece: the longer of the two, and of the shorter 1/P, or more where the link's `overlap` is less
-  than 1 (ranks that share cores with the wire).
+  than 1 (ranks that share cores with the wire). `plan` has one real reduction to tell it how much more.
 
 `choose` takes the most precise codec that is within a margin of the fastest. Nothing is as precise as none, so none it
 is wherever that is within the margin, and what is chosen is never predicted to be slower than none. Precise means
@@ -129,7 +129,7 @@ def predict(
         on_wire += (trips - 2 + 2 * pieces) * (ranks - 1) * link.message_s
         at_work = numel * coding_each
         hidden = link.overlap * (1 - 1 / pieces)
-        total += max(on_wire, at_work) + min(on_wire, at_work) * (1 - hidden)
+        total += link.drag * (max(on_wire, at_work) + min(on_wire, at_work) * (1 - hidden))
         wire, coding, sent = wire + on_wire, coding + at_work, sent + nbytes
     return Prediction(codec.spec, total, wire, coding, sent, speed.noise)
 
@@ -227,7 +227,7 @@ def plan(
     probe = codecs[-1] if codecs else as_codec("int8")
     speeds = measure_codecs(dict.fromkeys([*codecs, probe]), where, ranks=ranks, peers=peers)
     eager = 0 if peers.nccl else EAGER
-    link = _with_overlap(link, peers, found, probe, speeds[probe.spec], max(buckets, default=1), eager)
+    link = _calibrated(link, peers, found, probe, speeds[probe.spec], max(buckets, default=1), eager)
     speeds = {codec.spec: speeds[codec.spec] for codec in codecs}
     options: dict[str, Any] = {"dtype": dtype, "error_feedback": error_feedback, "margin": margin, "eager": eager}
     return decide(buckets, ranks, link, speeds, **options)
@@ -251,21 +251,22 @@ def choose_codec(
     return made.codec, made
 
 
-def _with_overlap(
+def _calibrated(
     link: Link, peers: Peers, group: dist.ProcessGroup, codec: Codec, speed: CodecSpeed, largest: int, eager: int
 ) -> Link:
-    """The link, with how much of coding it hides: found by a reduction whose time would tell."""
+    """The link, with its overlap and drag: found by a real reduction, where its time would tell."""
 
-    def together(numel: int, overlap: float) -> float:
+    def predicted(numel: int, overlap: float) -> float:
         there = dataclasses.replace(link, overlap=overlap)
         return predict([numel], peers.size, there, codec, speed, eager=eager).seconds
 
     numel = largest
-    while numel > 1 and together(numel, 0.0) > STREAM_S:
+    while numel > 1 and predicted(numel, 0.0) > STREAM_S:
         numel //= 2
-    most, least = together(numel, 0.0), together(numel, 1.0)
+    most, least = predicted(numel, 0.0), predicted(numel, 1.0)
     if most <= 1.02 * least:  # one piece, or a wire that is far slower than coding: it makes no difference
         return link
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(peers.device)
-    took = timed(peers, lambda: all_reduce(x, AVG, group, codec=codec), rounds=3, warm_up=True)
-    return dataclasses.replace(link, overlap=min(max((most - took) / (most - least), 0.0), 1.0))
+    took = timed(peers, lambda: all_reduce(x, AVG, group, codec=codec), rounds=5, warm_up=True)
+    overlap = min(max((most - took) / (most - least), 0.0), 1.0)
+    return dataclasses.replace(link, overlap=overlap, drag=max(took / most, 1.0))

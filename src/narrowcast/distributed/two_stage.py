@@ -12,13 +12,13 @@ Each element is quantized twice whatever the number of ranks, and each rank send
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from narrowcast.codecs import Codec
 from narrowcast.distributed.exchange import Exchange
+from narrowcast.distributed.piece import Piece, Strip
 
 UNIT = 128
 """Parts start at multiples of so many elements: whole blocks of the usual codecs, and aligned rows."""
@@ -51,14 +51,20 @@ def cut(numel: int, ranks: int, codec: Codec, eager: int) -> list[int]:
 
 
 def all_reduce(exchange: Exchange, flat: Tensor, divisor: int) -> None:
-    """Sum `flat` [numel] over all ranks, in place.
-
-    A large tensor goes in pieces: while one is added up, the next is on the wire, and the sums of the last one follow.
-    """
+    """Sum `flat` [numel] over all ranks, in place."""
     sizes = cut(len(flat), exchange.size, exchange.coder.codec, exchange.wire.eager)
-    pieces = [Piece(exchange, piece, index) for index, piece in enumerate(flat.split(sizes))]
+    parts = [piece.split(split(len(piece), exchange.size)) for piece in flat.split(sizes)]
+    pieces = [Piece(exchange, [Strip(exchange.coder, part, key=i)], i) for i, part in enumerate(parts)]
     exchange.reserve(max(max(piece.sizes) for piece in pieces))
     pieces[0].open()
+    reduce(exchange, pieces, divisor)
+
+
+def reduce(exchange: Exchange, pieces: Sequence[Piece], divisor: int) -> None:
+    """Take pieces from parts to sums, once ranks agree.
+
+    While one is added up, the next is on the wire, and the sums of the last one follow.
+    """
     for piece in pieces[:2]:
         piece.expect()
     for i, piece in enumerate(pieces):
@@ -73,67 +79,6 @@ def all_reduce(exchange: Exchange, flat: Tensor, divisor: int) -> None:
     for piece in pieces[-2:]:
         piece.collect()
     exchange.wire.flush()
-
-
-class Piece:
-    """A piece of a tensor on its way through an all_reduce."""
-
-    def __init__(self, exchange: Exchange, flat: Tensor, index: int) -> None:
-        self.exchange = exchange
-        self.coder = coder = exchange.coder
-        self.index = index
-        self.rank = exchange.rank
-        self.parts = flat.split(split(len(flat), exchange.size))
-        self.sizes = [coder.codec.row_bytes(len(part)) for part in self.parts]
-        self.along = index == 0 and max(self.sizes) <= exchange.wire.eager  # small enough to go with the header
-        slot = index % exchange.wire.pieces
-        shape = exchange.size, self.sizes[self.rank]
-        self.inbox = coder.take(f"inbox {slot}", math.prod(shape)).view(shape)
-        self.results = coder.take(f"results {slot}", sum(self.sizes)).split(self.sizes)
-        self._first: Tensor | None = None
-
-    def open(self) -> None:
-        """Agree with all ranks, and send the parts with the header where they are small enough."""
-        if self.along:
-            self.exchange.agree(lambda peer: self._encode(peer) if self.sizes[peer] else None, list(self.inbox))
-        else:
-            self.exchange.agree(meanwhile=self._encode_first)
-
-    def expect(self) -> None:
-        """Say where the rows of this piece go, in time for peers that are early."""
-        nothing = self.inbox[0, :0]
-        coming = [nothing if self.along or peer == self.rank else row for peer, row in enumerate(self.inbox)]
-        self._parts_arrive = self.exchange.wire.expect(coming, 0)
-        self._results_arrive = self.exchange.wire.expect(self.results, 1)
-
-    def send_parts(self) -> None:
-        """Each part to its owner."""
-        if not self.along:
-            for peer in self.exchange.targets:
-                row, self._first = self._first, None
-                self.exchange.send(self._encode(peer) if row is None else row, peer, 0)
-
-    def add_up(self, divisor: int) -> None:
-        """Add up the rows of this rank's own part, and send the sum to all."""
-        for _ in self._parts_arrive():
-            pass
-        mine, part = self.results[self.rank], self.parts[self.rank]
-        self.coder.sum_encode(self.inbox, part, self.rank, divisor, mine, self.rank, self.exchange.size, self.index)
-        for peer in self.exchange.targets:
-            self.exchange.send(mine, peer, 1)
-        self.coder.decode(mine, part[None])
-
-    def collect(self) -> None:
-        """Decode the sums of the others."""
-        for peer in self._results_arrive():
-            self.coder.decode(self.results[peer], self.parts[peer][None])
-
-    def _encode_first(self) -> None:
-        self._first = self._encode(self.exchange.targets[0])
-
-    def _encode(self, peer: int) -> Tensor:
-        out = self.exchange.next_row(self.sizes[peer])
-        return self.coder.encode(self.parts[peer][None], out, self.rank, peer, self.index)
 
 
 def reduce_scatter(exchange: Exchange, parts: Sequence[Tensor], output: Tensor, divisor: int) -> None:

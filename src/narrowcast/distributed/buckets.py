@@ -1,0 +1,153 @@
+"""One bucket of gradients through the two-stage reduction: averaged in place.
+
+The lane does this, piece by piece: gradients are put side by side (onto their residuals, where there are some), parts
+go to their owners, sums come back, and are written over the gradients. What is exempt travels in the same messages, in
+a codec that loses nothing of its dtype. Nothing of the bucket moves before all ranks agree on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from narrowcast.codecs import Codec
+from narrowcast.codecs import codec as as_codec
+from narrowcast.distributed import two_stage
+from narrowcast.distributed.coder import Coder
+from narrowcast.distributed.columns import UNIT, Chunk, PieceLayout
+from narrowcast.distributed.exchange import Exchange
+from narrowcast.distributed.feedback import FeedbackStrip, Residuals
+from narrowcast.distributed.hierarchy import LOSSLESS
+from narrowcast.distributed.piece import Piece, Strip
+from narrowcast.distributed.telemetry import Probe
+
+
+def lossless(dtype: torch.dtype) -> Codec:
+    """The codec in which gradients of this dtype travel uncompressed."""
+    return as_codec(LOSSLESS[dtype])
+
+
+def chunk_by_chunk(codec: Codec) -> bool:
+    """Whether each chunk needs rows of its own for its bytes not to depend on its neighbours."""
+    return codec.stochastic or codec.block == "row" or (isinstance(codec.block, int) and UNIT % codec.block != 0)
+
+
+@dataclass
+class Bucket:
+    """A bucket, and all that its reduction needs to know."""
+
+    buffer: Tensor
+    pieces: Sequence[PieceLayout]
+    residuals: Residuals | None
+    probe: Probe | None
+
+    def reduce(self, exchange: Exchange) -> None:
+        """Average it over all ranks, in place."""
+        exchange.agree()
+        pieces = [GradientPiece(exchange, self, layout, index) for index, layout in enumerate(self.pieces)]
+        exchange.reserve(max(max(piece.sizes) for piece in pieces))
+        two_stage.reduce(exchange, pieces, exchange.size)
+
+
+class GradientPiece(Piece):
+    """A piece that gathers its gradients when its turn comes, and puts the averages back."""
+
+    def __init__(self, exchange: Exchange, bucket: Bucket, layout: PieceLayout, index: int) -> None:
+        self._bucket = bucket
+        self._layout = layout
+        self._slot = index % exchange.wire.pieces
+        self._take = exchange.coder.take
+        self._scratch: Tensor | None = None
+        self._sender: Tensor | None = None
+        strips: list[Strip] = []
+        if layout.exempt:
+            self._exempt = self._memory("exempt", layout.exempt_numel)
+            coder = exchange.coder.using(lossless(bucket.buffer.dtype))
+            strips.append(Strip(coder, self._exempt.split(two_stage.split(layout.exempt_numel, exchange.size))))
+        if layout.chunks:
+            strips += self._compressed(exchange.coder, exchange.size, exchange.rank)
+        super().__init__(exchange, strips, index, eager=False)
+
+    def send_parts(self) -> None:
+        self._gather()
+        super().send_parts()
+
+    def collect(self) -> None:
+        super().collect()
+        self._scatter()
+
+    def _compressed(self, coder: Coder, ranks: int, rank: int) -> list[Strip]:
+        layout, residuals, buffer = self._layout, self._bucket.residuals, self._bucket.buffer
+        self._scratch = results = self._memory("gradients", ranks * layout.columns).view(ranks, layout.columns)
+        owner = None
+        if residuals is not None:
+            self._sender, owner = residuals.of(layout, buffer.device)
+        source = results if self._sender is None else self._sender
+        spans = [(key_of(chunk), span) for chunk, _, span in layout.spans()]
+        if not chunk_by_chunk(coder.codec):
+            spans = [(0, slice(0, layout.columns))]
+        return [
+            FeedbackStrip(
+                coder,
+                source[:, span].unbind(),
+                results[:, span].unbind(),
+                key,
+                keeps=self._sender is not None,
+                owner=None if owner is None else owner[span],
+                probe=self._bucket.probe,
+            )
+            for key, span in spans
+        ]
+
+    def _gather(self) -> None:
+        """Put the gradients side by side, onto the residuals where there are some."""
+        if self._layout.exempt:
+            torch._foreach_copy_(self._exempt_places(), self._exempt_gradients())
+        if self._scratch is None:
+            return
+        gradients = self._gradients()
+        if self._sender is not None:
+            torch._foreach_add_(self._places(self._sender), gradients)
+        else:
+            torch._foreach_copy_(self._places(self._scratch), gradients)
+            padding = [p for chunk, _, span in self._layout.spans() for p in chunk.padding(self._scratch[:, span])]
+            if padding:
+                torch._foreach_zero_(padding)
+
+    def _scatter(self) -> None:
+        """Write the averages over the gradients."""
+        if self._layout.exempt:
+            torch._foreach_copy_(self._exempt_gradients(), self._exempt_places())
+        if self._scratch is not None:
+            torch._foreach_copy_(self._gradients(), self._places(self._scratch))
+
+    def _gradients(self) -> list[Tensor]:
+        buffer = self._bucket.buffer
+        return [
+            view
+            for chunk, offset, _ in self._layout.spans()
+            for view in chunk.elements(buffer[offset : offset + chunk.numel])
+        ]
+
+    def _places(self, matrix: Tensor) -> list[Tensor]:
+        return [place for chunk, _, span in self._layout.spans() for place in chunk.places(matrix[:, span])]
+
+    def _exempt_gradients(self) -> list[Tensor]:
+        return [self._bucket.buffer[offset : offset + numel] for offset, numel in self._layout.exempt]
+
+    def _exempt_places(self) -> list[Tensor]:
+        return list(self._exempt.split([numel for _, numel in self._layout.exempt]))
+
+    def _memory(self, name: str, numel: int) -> Tensor:
+        """Memory for so many gradients, used again by a later piece."""
+        dtype = self._bucket.buffer.dtype
+        return self._take(f"{name} {self._slot}", numel * dtype.itemsize).view(dtype)
+
+
+def key_of(chunk: Chunk) -> int:
+    """A number for a chunk that is the same in every run."""
+    return int.from_bytes(hashlib.blake2b(f"{chunk.start} {chunk.name}".encode(), digest_size=7).digest(), "little")

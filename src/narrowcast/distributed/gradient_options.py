@@ -1,0 +1,73 @@
+"""What compressing gradients takes as arguments, and in which words it refuses the rest."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from narrowcast.codecs import Codec
+from narrowcast.distributed.collectives import AnyCodec
+from narrowcast.errors import SpecError
+
+Mode = bool | Literal["owner"]
+Exempt = Callable[[str, Tensor], bool] | str | Sequence[str] | None
+Schedule = Callable[[int], AnyCodec | None]
+
+
+def one_dimensional(name: str, parameter: Tensor) -> bool:
+    """Norms and biases: few elements, and the ones that quantization hurts most."""
+    return parameter.dim() <= 1
+
+
+@functools.lru_cache(maxsize=256)
+def for_gradients(codec: Codec) -> Codec:
+    """A codec that can carry gradients: one that tells a number from its negative."""
+    there = codec.decode(codec.encode(torch.tensor([[-1.0, 1.0] * 4]), 0), 8)[0]
+    if not (there[0] < 0 < there[1]):
+        raise SpecError(
+            f"codec={codec.spec!r} has no gradient sense: it turns -1, 1 into {there[0]:g}, {there[1]:g}, and "
+            'gradients need both signs. Choose for example "int8", "int4", or a table with negative levels.'
+        )
+    return codec
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    return re.sub(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)", "", name).lstrip(".")
+
+
+def mode_of(given: Mode | None, codec: Codec | None, schedule: Schedule | None) -> Mode:
+    if given is None:
+        return schedule is not None or (codec is not None and codec.format.bits < 8)
+    if given not in (True, False, "owner"):
+        raise SpecError(
+            f'error_feedback={given!r}: True (sender and owner), "owner" (there only), False, or None for what the '
+            "codec needs: True below 8 bits."
+        )
+    return given
+
+
+def steps_of(given: int) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise SpecError(f"warmup_steps={given!r}: a number of steps, 0 or more.")
+    return given
+
+
+def rule_of(exempt: Exempt) -> Callable[[str, Tensor], bool]:
+    if exempt is None:
+        return lambda name, parameter: False
+    if callable(exempt):
+        return exempt
+    patterns = [exempt] if isinstance(exempt, str) else list(exempt)
+    try:
+        found = [re.compile(pattern) for pattern in patterns]
+    except (re.error, TypeError) as error:
+        raise SpecError(
+            f"exempt={exempt!r}: a function (name, parameter) -> bool, a regex or a list of them, or None: {error}."
+        ) from error
+    return lambda name, parameter: any(pattern.search(name) for pattern in found)

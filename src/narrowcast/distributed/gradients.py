@@ -1,0 +1,332 @@
+"""Compressed gradients: what is sent in place of them, how, and what is remembered from step to step.
+
+`GradientCompression` belongs to one model on one rank. A step is one synchronization of gradients: with gradient
+accumulation, the one backward that is not under `no_sync`. In each step the trainer hands over its gradients bucket by
+bucket and gets a future for each; the lane of the process group does the work meanwhile.
+
+What must hold: every rank ends with the same bits; the same model, codec and world size give the same numbers however
+gradients are spread over buckets; `state_dict` holds all that the next step depends on.
+
+`ddp.py` and `fsdp.py` say how trainers come here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from narrowcast.codecs import Codec, checks
+from narrowcast.codecs import codec as as_codec
+from narrowcast.distributed import arguments, gradient_state
+from narrowcast.distributed.agreement import Call
+from narrowcast.distributed.buckets import Bucket, lossless
+from narrowcast.distributed.collectives import AnyCodec
+from narrowcast.distributed.columns import Entry, PieceLayout, lay_out, worth_rows
+from narrowcast.distributed.exchange import Exchange
+from narrowcast.distributed.feedback import Residuals
+from narrowcast.distributed.gradient_options import (
+    Exempt,
+    Mode,
+    Schedule,
+    for_gradients,
+    mode_of,
+    one_dimensional,
+    plain_name,
+    rule_of,
+    steps_of,
+)
+from narrowcast.distributed.lane import Work
+from narrowcast.distributed.launch import perform, start
+from narrowcast.distributed.peers import Peers, peers_of
+from narrowcast.distributed.plan import Plan, choose_codec
+from narrowcast.distributed.stats import span
+from narrowcast.distributed.telemetry import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log
+from narrowcast.errors import StateDictError
+
+BUCKET = 25 * (1 << 20) // 4
+"""Elements of a bucket, about, as DDP cuts them by default: what "auto" plans with."""
+
+
+class GradientCompression:
+    """Compresses the gradients of a model on their way to the other ranks.
+
+    - `codec`: what they travel in. "auto" measures the link and the codecs when ranks first meet, and takes the most
+      precise one that is about as fast as any, or none where the network is fast enough (`plan` says why). None: none.
+    - `error_feedback`: keep what quantization loses, and send it along in the next step. True: at the sender and at
+      the owner of a sum; "owner": there only, in 1/ranks of the memory; False. By default, on below 8 bits.
+    - `warmup_steps`: so many first steps go uncompressed.
+    - `schedule(step)`: the codec of a step after those, in place of `codec`; None for no compression.
+    - `exempt`: which parameters travel without loss: `(name, parameter) -> bool`, a regex or several (searched in the
+      name), or None. By default those of one dimension. So do parameters with fewer elements than 128 a rank.
+    - `model`: whose parameters they are; it gives residuals their names. Without it they are numbered as they come.
+    - `seed`: of stochastic rounding; drawn from torch's generator by default.
+    """
+
+    def __init__(
+        self,
+        codec: AnyCodec | None = "int8",
+        *,
+        error_feedback: Mode | None = None,
+        warmup_steps: int = 0,
+        schedule: Schedule | None = None,
+        exempt: Exempt = one_dimensional,
+        process_group: dist.ProcessGroup | None = None,
+        model: nn.Module | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._auto = codec == "auto"
+        self.codec = None if codec is None or self._auto else for_gradients(as_codec(codec))
+        self.plan: Plan | None = None
+        """Why "auto" chose what it did."""
+        self._feedback = error_feedback
+        self.error_feedback = mode_of(error_feedback, self.codec, schedule)
+        self.warmup_steps = steps_of(warmup_steps)
+        self.step = 0
+        """The steps that are over."""
+        self.process_group = process_group
+        self._schedule = schedule
+        self._exempt = rule_of(exempt)
+        self._seed = checks.seed(seed)
+        self._names: dict[int, str] = {}
+        self._exempts: dict[str, bool] = {}
+        self._numels: dict[str, int] = {}
+        self._named = model is not None
+        self._layouts: dict[object, list[PieceLayout]] = {}
+        self.residuals: Residuals | None = None
+        self._agreed = False
+        self._stats, self._clock = GradientStats(), Clock()
+        self._loaded: Mapping[str, Any] | None = None
+        if model is not None:
+            for name, parameter in model.named_parameters():
+                self._meet(plain_name(name), parameter)
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def reduce(
+        self, buffer: Tensor, parameters: Sequence[Tensor], offsets: Sequence[int], index: int, last: bool
+    ) -> torch.futures.Future[Tensor]:
+        """Average a bucket over all ranks, in place: a future of it."""
+        group = arguments.group_of(self.process_group, "compress_gradients")
+        if group is None or group.size() == 1:
+            self.step += last
+            alone: torch.futures.Future[Tensor] = torch.futures.Future()
+            alone.set_result(buffer)
+            return alone
+        peers = self.agree(group, buffer)
+        if self.codec is None and self._schedule is None:
+            return self._as_torch_does(group, buffer, index, last)
+        codec, reason = self.codec_now()
+        pieces = self._lay_out(parameters, offsets, peers, codec is None)
+        found = BucketStats(index, buffer.numel(), sum(piece.exempt_numel for piece in pieces))
+        if found.exempt == found.numel and codec is not None:
+            codec, reason = None, "nothing to compress"
+        found.codec, found.reason = None if codec is None else codec.spec, reason
+        work = self._start(peers, Bucket(buffer, pieces, self.residuals, self.probe_for(found)), found, codec)
+        if last:
+            self._clock.handed_over()
+            self.step += 1
+        return work.get_future().then(_first)
+
+    def agree(self, group: dist.ProcessGroup, like: Tensor) -> Peers:
+        """The peers, once all of them are known to be configured alike. `like` is a parameter, or a bucket."""
+        peers = peers_of(group, like.device, "gradients")
+        if not self._agreed:
+            call = Call("compress_gradients", self.codec or lossless(like.dtype), self._words())
+
+            def meet() -> list[Tensor]:
+                perform(peers, call, lambda exchange: exchange.agree(), name="gradients", plain_bytes=0, seed=0)
+                return []
+
+            peers.lane.run("compress_gradients", meet)
+            self._agreed = True
+            if self._auto and self._loaded is None:
+                self._choose(group, like)
+            if self.error_feedback:
+                self.residuals = Residuals(self.error_feedback, peers.size, peers.rank)
+            if self._loaded is not None:
+                self._take_residuals(self._loaded)
+        return peers
+
+    def _start(self, peers: Peers, bucket: Bucket, found: BucketStats, codec: Codec | None) -> Work:
+        step, buffer = self.step, bucket.buffer
+        if found.index == 0:
+            self._clock.next_step()
+        found.plain_bytes = 2 * arguments.nbytes(buffer) * (peers.size - 1) // peers.size
+        words = f"bucket {found.index} of step {step}, dtype={buffer.dtype}, numel={found.numel}, exempt={found.exempt}"
+        call = Call("gradients", lossless(buffer.dtype) if codec is None else codec, words)
+
+        def protocol(exchange: Exchange) -> None:
+            bucket.reduce(exchange)
+            found.sent_bytes = exchange.coder.meter.sent_bytes
+
+        def job() -> list[Tensor]:
+            began = time.perf_counter()
+            with span("narrowcast::gradients"):
+                seed = _mixed(self._seed, step)
+                perform(peers, call, protocol, name="gradients", plain_bytes=found.plain_bytes, seed=seed)
+            self._clock.worked(began)
+            self._stats.count(found, bucket.probe)
+            return [buffer]
+
+        work = start(peers, "gradients", job, [buffer], True)
+        assert work is not None
+        return work
+
+    def _choose(self, group: dist.ProcessGroup, like: Tensor) -> None:
+        """What "auto" means here."""
+        total = sum(self._numels.values()) or like.numel()
+        buckets = [min(BUCKET, total - start) for start in range(0, total, BUCKET)]
+        feedback = True if self._feedback is None else self._feedback
+        self._use(*choose_codec(buckets, like.dtype, group, like.device, feedback))
+
+    def _use(self, codec: Codec | None, plan: Plan | None) -> None:
+        self.codec, self.plan = codec, plan
+        self.error_feedback = mode_of(self._feedback, codec, self._schedule)
+
+    def _as_torch_does(
+        self, group: dist.ProcessGroup, buffer: Tensor, index: int, last: bool
+    ) -> torch.futures.Future[Tensor]:
+        """The average by torch's own all_reduce: what DDP does without a hook."""
+        found = BucketStats(index, buffer.numel(), buffer.numel(), reason="auto: none" if self._auto else "codec=None")
+        found.plain_bytes = found.sent_bytes = 2 * arguments.nbytes(buffer) * (group.size() - 1) // group.size()
+        self._stats.count(found, None)
+        self.step += last
+        work = dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True)
+        assert work is not None
+        averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
+        return averaged
+
+    def codec_now(self) -> tuple[Codec | None, str]:
+        """The codec of this step, or none and why."""
+        if self.step < self.warmup_steps:
+            return None, "warm-up"
+        if self._schedule is None:
+            return self.codec, "codec=None"
+        given = self._schedule(self.step)
+        return (None, "schedule") if given is None else (for_gradients(as_codec(given)), "")
+
+    def probe_for(self, found: BucketStats) -> Probe | None:
+        """A probe, where it is time for one."""
+        if found.codec is None or not (self.step % PROBE_EVERY == 0 or self._stats.unprobed(found)):
+            return None
+        return Probe()
+
+    def _lay_out(
+        self, parameters: Sequence[Tensor], offsets: Sequence[int], peers: Peers, all_exempt: bool
+    ) -> list[PieceLayout]:
+        """The pieces of a bucket."""
+        key = (*map(id, parameters), all_exempt)
+        if key not in self._layouts:
+            entries = []
+            for parameter, offset in zip(parameters, offsets, strict=True):
+                name = self._name(parameter)
+                exempt = all_exempt or self._exempts[name] or not worth_rows(parameter.numel(), peers.size)
+                entries.append(Entry(name, offset, parameter.numel(), exempt))
+            self._layouts[key] = lay_out(entries, peers.size, at_once=peers.nccl)
+        return self._layouts[key]
+
+    # -- names ------------------------------------------------------------------------------------------------------
+
+    def _name(self, parameter: Tensor) -> str:
+        if id(parameter) not in self._names:
+            self._meet(f"parameter {len(self._names)}", parameter)
+        return self._names[id(parameter)]
+
+    def _meet(self, name: str, parameter: Tensor) -> None:
+        self._names[id(parameter)] = name
+        self._numels[name] = parameter.numel()
+        self._exempts[name] = self._exempt(name, parameter)
+
+    def _words(self) -> str:
+        """What every rank must have in common."""
+        known = sorted((name, self._numels[name], exempt) for name, exempt in self._exempts.items())
+        digest = hashlib.blake2b(repr(known).encode(), digest_size=4).hexdigest()
+        schedule = ", schedule" if self._schedule else ""
+        auto = "auto, " if self._auto else "" if self.codec else "none, "
+        return (
+            f"{auto}error_feedback={self.error_feedback}, warmup_steps={self.warmup_steps}{schedule}, "
+            f"step={self.step}, parameters={len(known)} exempt={sum(self._exempts.values())} #{digest}"
+        )
+
+    # -- what is counted ----------------------------------------------------------------------------------------------
+
+    def stats(self) -> GradientStats:
+        """What this rank's steps have cost and lost so far."""
+        stats = self._stats
+        stats.steps, stats.busy_seconds, stats.exposed_seconds = self.step, self._clock.busy, self._clock.exposed
+        if self.residuals is not None:
+            sender, owner = self.residuals.tensors()
+            stats.residual_norm, stats.owner_residual_norm = _norm(sender), _norm(owner)
+            stats.residual_bytes = sum(arguments.nbytes(tensor) for tensor in (*sender, *owner))
+        return stats
+
+    def log(self, writer: Any, step: int | None = None, prefix: str = "gradients/") -> None:
+        """Write `stats()` to a TensorBoard SummaryWriter."""
+        log(self.stats(), writer, self.step if step is None else step, prefix)
+
+    # -- what is remembered -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step of this rank depends on: numbers, strings and tensors. Every rank has its own."""
+        residuals = self.residuals
+        named = {} if residuals is None else residuals.by_name()
+        world = (0, 0) if residuals is None else (residuals.ranks, residuals.rank)
+        if self._loaded is not None:  # no step since
+            return {**self._loaded, "step": self.step}
+        return {
+            "version": gradient_state.VERSION,
+            "step": self.step,
+            "seed": self._seed,
+            "codec": None if self.codec is None else self.codec.spec,
+            "error_feedback": self.error_feedback,
+            "ranks": world[0],
+            "rank": world[1],
+            "sender": {name: sender for name, (sender, _) in named.items() if sender is not None},
+            "owner": {name: owner for name, (_, owner) in named.items() if owner is not None},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken: by the same rank of as many, with the same parameters."""
+        gradient_state.check(state, self._auto or self.error_feedback, self._numels if self._named else None)
+        if self._auto:  # what was chosen then
+            self._use(None if state["codec"] is None else for_gradients(as_codec(state["codec"])), self.plan)
+        self.step, self._seed = int(state["step"]), int(state["seed"])
+        self._loaded = dict(state)
+        if self.residuals is not None:
+            self._take_residuals(state)
+
+    def _take_residuals(self, state: Mapping[str, Any]) -> None:
+        residuals = self.residuals
+        here = (0, 0) if residuals is None else (residuals.ranks, residuals.rank)
+        there = state["ranks"], state["rank"]
+        if residuals is not None and there != (0, 0):
+            if there != here:
+                raise StateDictError(
+                    f"state: taken by rank {there[1]} of {there[0]}, loaded by rank {here[1]} of {here[0]}. Residuals "
+                    "belong to a rank: load on each rank what that rank saved, on as many ranks. To start without "
+                    'residuals, load {**state, "sender": {}, "owner": {}, "ranks": 0, "rank": 0}.'
+                )
+            names = {*state["sender"], *state["owner"]}
+            residuals.load({name: (state["sender"].get(name), state["owner"].get(name)) for name in names})
+        self._loaded = None
+
+
+# -- odds -------------------------------------------------------------------------------------------------------------
+
+
+def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return future.value()[0]
+
+
+def _mixed(seed: int, step: int) -> int:
+    return (seed * 0x9E3779B97F4A7C15 + step * 0xD1342543DE82EF95) % (1 << 63)
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return float(torch.stack([tensor.norm() for tensor in tensors]).norm()) if tensors else 0.0

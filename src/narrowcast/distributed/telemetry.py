@@ -1,0 +1,153 @@
+"""What compressing gradients costs and loses, counted as it runs.
+
+Bytes and seconds are counted in every step. Norms need passes over the gradients, so quantization is probed every
+`PROBE_EVERY` steps only. Seconds: `busy` is the time in which the lane worked, `exposed` the part of it after backward
+had handed over its last bucket, when nothing is left to hide it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+PROBE_EVERY = 50
+
+
+class Probe:
+    """Signal and noise of a bucket's two quantizations."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[Tensor]] = {"sender": [], "owner": []}
+
+    def sender(self, meant: Tensor, sent: Tensor) -> None:
+        self._add("sender", meant, sent)
+
+    def owner(self, meant: Tensor, sent: Tensor) -> None:
+        self._add("owner", meant, sent)
+
+    def sqnr(self, which: str) -> float:
+        """In dB; NaN where nothing was quantized."""
+        sums = [pair.tolist() for pair in self._sums[which]]
+        signal, noise = (math.fsum(pair[i] for pair in sums) for i in (0, 1))
+        if not signal > 0:
+            return math.nan
+        return 10 * math.log10(signal / noise) if noise > 0 else math.inf
+
+    def _add(self, which: str, meant: Tensor, sent: Tensor) -> None:
+        meant = meant.float()
+        pair = meant.new_empty(2)
+        pair[0], pair[1] = meant.norm() ** 2, (meant - sent).norm() ** 2
+        self._sums[which].append(pair)
+
+
+@dataclass
+class BucketStats:
+    """One bucket, as it went last."""
+
+    index: int
+    numel: int
+    exempt: int
+    """Elements that travel without loss."""
+    codec: str | None = None
+    """None where it went uncompressed."""
+    reason: str = ""
+    """Why it went uncompressed."""
+    plain_bytes: int = 0
+    sent_bytes: int = 0
+    sqnr: float = math.nan
+    """Of what this rank sent, in dB, when it was last probed."""
+    owner_sqnr: float = math.nan
+    """Of the sums that this rank owns."""
+
+
+@dataclass
+class GradientStats:
+    """The sums over all steps so far; bytes are those that this rank sent."""
+
+    steps: int = 0
+    plain_bytes: int = 0
+    """What a ring would have sent in the gradients' own dtype."""
+    sent_bytes: int = 0
+    busy_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    buckets: dict[int, BucketStats] = field(default_factory=dict)
+    """By their index in the last step."""
+    uncompressed: dict[str, int] = field(default_factory=dict)
+    """How many buckets went uncompressed, by reason."""
+    residual_norm: float = 0.0
+    owner_residual_norm: float = 0.0
+    residual_bytes: int = 0
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.plain_bytes - self.sent_bytes
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes were sent."""
+        return self.plain_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+    @property
+    def hidden_seconds(self) -> float:
+        return max(0.0, self.busy_seconds - self.exposed_seconds)
+
+    def unprobed(self, found: BucketStats) -> bool:
+        """Whether nothing is known of such a bucket's quantization."""
+        before = self.buckets.get(found.index)
+        return before is None or before.numel != found.numel or math.isnan(before.sqnr)
+
+    def count(self, found: BucketStats, probe: Probe | None) -> None:
+        """Add a bucket that has been reduced."""
+        before = self.buckets.get(found.index)
+        if probe is not None:
+            found.sqnr, found.owner_sqnr = probe.sqnr("sender"), probe.sqnr("owner")
+        elif before is not None and before.numel == found.numel:
+            found.sqnr, found.owner_sqnr = before.sqnr, before.owner_sqnr
+        self.buckets[found.index] = found
+        self.plain_bytes += found.plain_bytes
+        self.sent_bytes += found.sent_bytes
+        if found.codec is None:
+            self.uncompressed[found.reason] = self.uncompressed.get(found.reason, 0) + 1
+
+    def scalars(self) -> dict[str, float]:
+        """Everything that a plot over steps can show."""
+        named = ("saved_bytes", "sent_bytes", "ratio", "hidden_seconds", "exposed_seconds")
+        found = {name: float(getattr(self, name)) for name in (*named, "residual_norm", "owner_residual_norm")}
+        found |= {f"uncompressed/{reason}": float(count) for reason, count in self.uncompressed.items()}
+        for index, bucket in self.buckets.items():
+            for name in ("sqnr", "owner_sqnr"):
+                if math.isfinite(getattr(bucket, name)):
+                    found[f"{name}/bucket {index}"] = getattr(bucket, name)
+        return found
+
+
+def log(stats: GradientStats, writer: Any, step: int, prefix: str) -> None:
+    """Write `stats` to a TensorBoard `SummaryWriter`, or anything with its `add_scalar`."""
+    for name, value in stats.scalars().items():
+        writer.add_scalar(f"{prefix}{name}", value, step)
+
+
+class Clock:
+    """How much of the lane's time backward hides."""
+
+    def __init__(self) -> None:
+        self.busy = self.exposed = 0.0
+        self._handed_over: float | None = None
+
+    def handed_over(self) -> None:
+        """Backward has no more buckets in this step."""
+        self._handed_over = time.perf_counter()
+
+    def worked(self, began: float) -> None:
+        """The lane has worked on a bucket until now."""
+        now = time.perf_counter()
+        self.busy += now - began
+        if self._handed_over is not None:
+            self.exposed += now - max(began, self._handed_over)
+
+    def next_step(self) -> None:
+        self._handed_over = None
