@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import run
 
+import narrowcast as nc
 from narrowcast import distributed as ncd
 from narrowcast.distributed.device_wire import NcclWire, StagedWire
 from narrowcast.distributed.peers import peers_of
@@ -116,3 +117,46 @@ def one_rank_over_nccl(rank: int) -> None:
 
 def test_one_rank_over_nccl() -> None:
     run(1, one_rank_over_nccl, init=False, timeout=120)
+
+
+def gradients_alike(rank: int) -> None:
+    """The same gradients, on the GPU and on the CPU, for a few steps."""
+    shapes = ((300, 500), (500,), (3, 7), (1000, 129))
+    for codec in ("int8", "int4", "nf4", "sign", "int4:block=row", "int4:stochastic=true"):
+        for dtype in (torch.float32, torch.bfloat16):
+            both = []
+            for device in ("cuda", "cpu"):
+                parameters = [torch.zeros(shape, device=device) for shape in shapes]
+                offsets = torch.tensor([0, *(p.numel() for p in parameters)]).cumsum(0).tolist()
+                state = nc.GradientCompression(codec, error_feedback=True, seed=rank)
+                ended = []
+                for step in range(3):
+                    bucket = sample(10 * step + rank, offsets[-1], dtype).to(device)
+                    state.reduce(bucket, parameters, offsets[:-1], 0, True).wait()
+                    ended.append(bucket.cpu())
+                both.append(ended + [t for pair in state.residuals.by_name().values() for t in pair])
+            for i, (here, there) in enumerate(zip(*both, strict=True)):
+                assert torch.equal(here, there), (codec, dtype, i)
+
+
+def test_gradients_on_a_gpu_get_the_bits_that_the_cpu_gets() -> None:
+    run(2, gradients_alike, timeout=280, group_timeout=200)
+
+
+def ddp_trains(rank: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.ReLU(), torch.nn.Linear(300, 10)).cuda()
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.05)
+    nc.compress_gradients(ddp, "int4")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    for _ in range(20):
+        optimizer.zero_grad()
+        ddp(torch.randn(16, 64, device="cuda")).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def test_ddp_on_a_gpu_ends_with_the_same_parameters_on_both_ranks() -> None:
+    first, second = run(2, ddp_trains, timeout=120)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -147,7 +147,7 @@ class GradientCompression:
             self._agreed = True
             if self._auto and self._loaded is None:
                 self._choose(group, like)
-            if self.error_feedback:
+            if self.error_feedback and self.residuals is None:
                 self.residuals = Residuals(self.error_feedback, peers.size, peers.rank)
             if self._loaded is not None:
                 self._take_residuals(self._loaded)
@@ -158,7 +158,7 @@ class GradientCompression:
         if found.index == 0:
             self._clock.next_step()
         found.plain_bytes = 2 * arguments.nbytes(buffer) * (peers.size - 1) // peers.size
-        words = f"bucket {found.index} of step {step}, dtype={buffer.dtype}, numel={found.numel}, exempt={found.exempt}"
+        words = f"bucket {found.index}, dtype={buffer.dtype}, numel={found.numel}, exempt={found.exempt}"
         call = Call("gradients", lossless(buffer.dtype) if codec is None else codec, words)
 
         def protocol(exchange: Exchange) -> None:
@@ -298,6 +298,7 @@ class GradientCompression:
             self._use(None if state["codec"] is None else for_gradients(as_codec(state["codec"])), self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])
         self._loaded = dict(state)
+        self._agreed = False  # on the step, for one
         if self.residuals is not None:
             self._take_residuals(state)
 

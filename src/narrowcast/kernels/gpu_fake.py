@@ -22,8 +22,8 @@ from narrowcast.kernels.gpu_levels import count_below, count_near, lookup
 from narrowcast.kernels.gpu_tables import Cells, lay_out
 from narrowcast.kernels.layout import Grid
 
-TILE, WARPS = 4096, 4
-"""Elements and warps of a program. A guess after `gpu_plan.TILES`; bench/fake.py --gpu times it."""
+TILE, BACKWARD_TILE, WARPS = 4096, 2048, 4
+"""Elements of a program (backward: where rows have scales) and its warps. Best of 12 on an H200 (bench/fake.py --gpu)."""
 
 SHORT = 256
 """Inner dimensions below this are not worth rows of their own."""
@@ -103,8 +103,9 @@ def _launch(out: Tensor, dscale: Tensor | None, grad: Tensor | None, x: Tensor, 
     outer, channels, inner = x.shape
     by_row = channels == 1 or inner >= SHORT
     rows, columns = (outer * channels, inner) if by_row else (outer, channels * inner)
-    width = min(triton.next_power_of_2(columns), TILE if by_row else NARROW)
-    height = min(triton.next_power_of_2(rows), TILE // width)
+    tile = BACKWARD_TILE if by_row and grad is not None else TILE
+    width = min(triton.next_power_of_2(columns), tile if by_row else NARROW)
+    height = min(triton.next_power_of_2(rows), tile // width)
     across, bands = triton.cdiv(columns, width), triton.cdiv(rows, height)
     sums = scale
     if grad is not None:
