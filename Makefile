@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 CORE   := CMakeLists.txt $(wildcard src/narrowcast/kernels/native_core/*)
 
-.PHONY: help demo test lint format soak gpu bench linear quality wire sanitize clean
+.PHONY: help demo test lint format soak gpu bench linear quality wire training sanitize clean
 
 help:            ## say what there is
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
@@ -61,6 +61,10 @@ quality: $(VENV)/.dev    ## what each codec leaves of a real model
 wire: $(VENV)/.dev       ## time the collectives on a network in a box (needs root)
 	$(BIN)/pip install --quiet --editable '.[plot]'
 	$(BIN)/python bench/wire.py --out bench/results
+
+training: $(VENV)/.dev   ## train over slow links on a network in a box, beside rivals (needs root; hours)
+	$(BIN)/pip install --quiet --editable '.[plot]'
+	$(BIN)/python bench/training.py --out bench/results
 
 sanitize: $(VENV)/.dev   ## the native core under AddressSanitizer and UndefinedBehaviorSanitizer
 	cmake -S . -B build/sanitize -DNC_SANITIZE=ON

@@ -1,0 +1,201 @@
+"""Training over slow links: a byte-level GPT under DDP, four ranks, compressed gradients beside their rivals.
+
+    python bench/training.py --out bench/results            all of it, as root: tables, training.{md,json,png}; hours
+    ... --only speed,quality,memory,report                  parts; `report` writes tables and plots of what is there
+    ... --steps 600  --seeds 3  --rates 100mbit,1gbit  --methods "fp32,int4+EF"  --speed-models large,small
+
+The text is the source of Python's standard library. `large` has 10.9 million parameters, `small` 0.9: the compute of
+four ranks shares this machine's cores, so the many trainings of `quality` take the small one unless told otherwise.
+
+    speed     seconds a step in a network in a box (bench/netlab): in one run the methods take turns, figures are
+              medians over the rounds of the slowest rank's time. `compute` is a step without any exchange (DDP's
+              no_sync), taken in the same turns; `exposed` is what a method takes beyond that; `wire` is the time that
+              the counted bytes take at the link's rate. Bytes are the kernel's count on the interface, the most of any
+              rank.
+    quality   loss on text that is never trained on, after the same steps from the same weights on the same batches, for
+              several seeds: real DDP on the loopback interface. `to fp32` pairs runs of the same seed.
+    memory    what a compression keeps between steps, in bytes a parameter, and rank 0's peak memory beside DDP's own.
+
+Time to a loss is the curve of `quality` on the clock of `speed`, for the same model; plain steps of a warm-up cost what
+fp32 costs. Every result is written when it is there, and a second call does only what is missing (`--again`: all).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import Progress  # noqa: E402
+
+import training_ranks  # noqa: E402
+import training_report  # noqa: E402
+from narrowcast.cli.byte_gpt import GPTConfig  # noqa: E402
+from training_rivals import METHODS  # noqa: E402
+
+RANKS = 4
+MODELS: dict[str, dict[str, Any]] = {
+    "large": {"config": asdict(GPTConfig(layers=6, width=384, heads=6, context=64)), "batch": 2, "rate": 1e-3},
+    "small": {"config": asdict(GPTConfig(layers=4, width=128, heads=4, context=64)), "batch": 4, "rate": 3e-3},
+    "tiny": {"config": asdict(GPTConfig(layers=1, width=32, heads=2, context=32)), "batch": 2, "rate": 3e-3},
+}
+"""Shape, sequences a step and rank, and learning rate; `tiny` is for trying the bench itself."""
+PARTS = ("speed", "quality", "memory", "report")
+SPEED = (
+    *("fp32", "fp16 hook", "PowerSGD 1", "PowerSGD 4", "per-tensor hook"),
+    *("int8", "int4+EF", "int2+EF", "sign+EF", "auto", "no exchange"),
+)
+NOT_TRAINED = {"auto", "no exchange"}
+
+
+class Results:
+    """training.json: settings and figures of each cell, written at once, so that a run can be stopped and taken up."""
+
+    def __init__(self, path: Path, again: bool) -> None:
+        self.path, self.again = path, again
+        self.cells: dict[str, Any] = json.loads(path.read_text())["cells"] if path.exists() else {}
+
+    def missing(self, key: str, settings: dict[str, Any]) -> bool:
+        cell = self.cells.get(key)
+        return self.again or cell is None or cell["settings"] != settings or "failed" in cell["found"]
+
+    def add(self, key: str, settings: dict[str, Any], found: Any) -> None:
+        self.cells[key] = {"settings": settings, "found": found, "date": str(datetime.date.today())}
+        whole = {"machine": machine(), "cells": dict(sorted(self.cells.items()))}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".part")
+        partial.write_text(json.dumps(whole, indent=1) + "\n")
+        partial.replace(self.path)
+
+
+def machine() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    name = names[0].partition(": ")[2] if names else platform.machine()
+    return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def launch(job: dict[str, Any], *before: str) -> list[dict[str, Any]]:
+    """Run a job on its ranks, in a network in a box or wherever `before` puts them; what rank 0 wrote, line by line."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = {**job, "output": f"{folder}/out"}
+        environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+        command = [sys.executable, *before, __file__, "--rank", json.dumps(job)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{job['part']} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"[:4000])
+        return [json.loads(line) for line in Path(f"{folder}/out").read_text().splitlines()]
+
+
+def loopback() -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def speed(given: argparse.Namespace, results: Results, progress: Progress) -> None:
+    methods = [name for name in SPEED if name in given.methods]
+    cells = [(model, rate) for model in given.speed_models for rate in given.rates]
+    bar = progress.add_task("speed", total=len(cells))
+    for model, rate in cells:
+        turn = 2 if rate.endswith("mbit") else 5
+        settings = {**MODELS[model], "methods": methods, "rounds": given.rounds, "turn": turn, "ranks": RANKS}
+        key = f"speed/{model}/{rate}"
+        progress.update(bar, description=key)
+        if results.missing(key, settings):
+            lab = [str(HERE / "netlab"), "--ranks", str(RANKS), "--only", "0", "--tcp", "cubic", "--rate", rate]
+            (found,) = launch({"part": "speed", **settings}, *lab, "--", sys.executable)
+            results.add(key, settings, found)
+        progress.advance(bar)
+
+
+def quality(given: argparse.Namespace, results: Results, progress: Progress) -> None:
+    methods = [name for name in METHODS if name in given.methods and name not in NOT_TRAINED]
+    bar = progress.add_task("quality", total=len(methods) * given.seeds)
+    settings = {**MODELS[given.quality_model], "steps": given.steps, "ranks": RANKS}
+    # Seeds on the outside: a run that is stopped early has all methods of its first seeds.
+    for seed in range(given.seeds):
+        for name in methods:
+            key = f"quality/{given.quality_model}/{name}/{seed}"
+            progress.update(bar, description=key)
+            if results.missing(key, settings):
+                job = {"part": "quality", **settings, "method": name, "seeds": [seed]}
+                results.add(key, settings, _trained(job, progress))
+            progress.advance(bar)
+
+
+def _trained(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """A method that fails is a result, too: it is shown, and the others go on."""
+    try:
+        return launch(job, *loopback())[0]
+    except RuntimeError as error:
+        progress.console.print(f"{job['method']}: {error}", style="red", markup=False)
+        return {"failed": str(error)[:600]}
+
+
+def memory(given: argparse.Namespace, results: Results, progress: Progress) -> None:
+    methods = [name for name in METHODS if name in given.methods and name not in NOT_TRAINED]
+    bar = progress.add_task("memory", total=len(methods) * len(given.speed_models))
+    for model in given.speed_models:
+        for name in methods:
+            key, settings = f"memory/{model}/{name}", {**MODELS[model], "ranks": RANKS}
+            progress.update(bar, description=key)
+            if results.missing(key, settings):
+                (found,) = launch({"part": "memory", **settings, "method": name}, *loopback())
+                results.add(key, settings, found)
+            progress.advance(bar)
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, of speed, quality, memory and report")
+    parser.add_argument("--steps", type=int, default=600, help="of each training in `quality`")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", default="100mbit,1gbit")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each method in `speed`")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--speed-models", default="large,small", help="for `speed` and `memory`")
+    parser.add_argument("--quality-model", default="small", choices=MODELS)
+    parser.add_argument("--again", action="store_true", help="do what is there already, too")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "training", help="folder for the results")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    for name, known in (("only", PARTS), ("methods", METHODS), ("speed_models", MODELS), ("rates", None)):
+        words = getattr(given, name).split(",")
+        if known and (wrong := set(words) - set(known)):
+            parser.error(f"--{name.replace('_', '-')}: there is no {sorted(wrong)}; there are {list(known)}")
+        setattr(given, name, words)
+    return given
+
+
+def main() -> None:
+    given = options()
+    if given.rank:
+        training_ranks.main(json.loads(given.rank))
+        return
+    results = Results(given.out / "training.json", given.again)
+    with Progress(console=Console(stderr=True)) as progress:
+        for part in (speed, quality, memory):
+            if part.__name__ in given.only:
+                part(given, results, progress)
+    if "report" in given.only:
+        about = f"{datetime.date.today()}, {machine()}. Command: `{' '.join(sys.argv)}`."
+        text = training_report.write(results.cells, given.out, about)
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The ways to add up gradients that bench/training.py compares: a name each, and one function that sets any of them up.
+
+`attach(method, model, warmup_steps)` wraps a model in DDP and returns it with the state of its compression, None where
+there is none. Every rank must call it alike. Rivals run as their authors meant them, with what gloo takes to run them:
+
+- PowerSGD gets one bucket, since its hook mixes up the collectives of several.
+- PyTorch's per-tensor hook is written anew from its description (8 bits between the least and the largest value of a
+  bucket, scales and codes gathered by everyone), as the original ends in an IndexError on gloo.
+"""
+
+# No `from __future__ import annotations`: DDP reads the annotations of a hook, and takes no strings.
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import narrowcast as nc
+
+WARMUP = 0.2
+"""The share of its steps that the 1-bit codec may train uncompressed."""
+ONE_BUCKET = 1 << 14
+"""Megabytes: more than any gradient here."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to add up gradients."""
+
+    name: str
+    kind: str
+    codec: str = ""
+    error_feedback: bool = False
+    rank: int = 0
+    warmup: float = 0.0
+    """The share of the steps that run uncompressed."""
+    rival: bool = False
+
+    def warmup_steps(self, steps: int) -> int:
+        # PyTorch's PowerSGD with error feedback insists on two plain steps at the least.
+        return max(2, round(self.warmup * steps)) if self.kind == "powersgd" else round(self.warmup * steps)
+
+
+def _narrowcast(codec: str, error_feedback: bool, warmup: float = 0.0) -> Method:
+    return Method(codec + ("+EF" if error_feedback else ""), "narrowcast", codec, error_feedback, warmup=warmup)
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("fp32", "plain", rival=True),
+        Method("fp16 hook", "fp16", rival=True),
+        Method("PowerSGD 1", "powersgd", rank=1, warmup=0.1, rival=True),
+        Method("PowerSGD 4", "powersgd", rank=4, warmup=0.1, rival=True),
+        Method("per-tensor hook", "per_tensor", rival=True),
+        _narrowcast("int8", False),
+        _narrowcast("int8", True),
+        _narrowcast("int4", True),
+        _narrowcast("int4", False),
+        _narrowcast("int2", True),
+        _narrowcast("int2", False),
+        _narrowcast("sign", True, WARMUP),
+        _narrowcast("sign", False, WARMUP),
+        Method("auto", "narrowcast", "auto", True),
+        Method("no exchange", "alone"),
+    )
+}
+
+
+def attach(method: Method, model: nn.Module, warmup_steps: int) -> tuple[DDP, Any]:
+    """The model in DDP, and the state of its compression. Models start alike by their seed: nothing is sent first."""
+    if method.kind == "powersgd":
+        ddp = DDP(model, init_sync=False, bucket_cap_mb=ONE_BUCKET)
+        state: Any = PowerSGDState(None, matrix_approximation_rank=method.rank, start_powerSGD_iter=warmup_steps)
+        ddp.register_comm_hook(state, powerSGD_hook)
+        return ddp, state
+    ddp = DDP(model, init_sync=False)
+    if method.kind == "fp16":
+        ddp.register_comm_hook(None, fp16_compress_hook)
+    elif method.kind == "per_tensor":
+        ddp.register_comm_hook(None, per_tensor_hook)
+    elif method.kind == "narrowcast":
+        options = {"error_feedback": method.error_feedback, "warmup_steps": warmup_steps}
+        return ddp, nc.compress_gradients(ddp, method.codec, **options)
+    return ddp, None
+
+
+def per_tensor_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A bucket in 8 bits between its least and its largest value; everyone gathers all of them, and adds up."""
+    values, world = bucket.buffer(), dist.get_world_size()
+    low, high = values.min().clamp(max=0), values.max().clamp(min=0)
+    step = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).eps)  # the original's least step
+    zero = (-low / step).round().clamp(0, 255)
+    grids = [torch.empty(2) for _ in range(world)]
+    dist.all_gather(grids, torch.stack([step, zero]))  # the original waits for these, too
+    codes = (values / step).add_(zero).round_().clamp_(0, 255).to(torch.uint8)
+    gathered = [torch.empty_like(codes) for _ in range(world)]
+    work = dist.all_gather(gathered, codes, async_op=True)
+
+    def add_up(_: object) -> Tensor:
+        total = torch.zeros_like(values)
+        for (step, zero), codes in zip(grids, gathered, strict=True):
+            total += (codes.float() - zero) * step
+        return total / world
+
+    return work.get_future().then(add_up)
+
+
+def tensors_in(state: object) -> list[Tensor]:
+    """Every tensor that a compression keeps between steps, once: what it costs beside the model and its gradients."""
+    found: dict[int, Tensor] = {}
+
+    def look(value: object) -> None:
+        if isinstance(value, Tensor):
+            found[value.data_ptr()] = value
+        elif isinstance(value, dict):
+            for each in value.values():
+                look(each)
+        elif isinstance(value, list | tuple):
+            for each in value:
+                look(each)
+
+    if isinstance(state, PowerSGDState):
+        look([state.error_dict, state.p_memory_dict, state.q_memory_dict])
+    elif state is not None:
+        look(state.state_dict())
+    return list(found.values())
