@@ -177,19 +177,21 @@ def on_gpu(elements: int, rounds: int) -> int:
                 shares = f"{copied / ahead:.0%}", f"{1.5 * copied / back:.0%}"
                 cells = f"{ahead:.3f}", shares[0], f"{back:.3f}", shares[1]
                 table.add_row(name, way, str(dtype).removeprefix("torch."), *cells)
+    console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {elements:,} elements", highlight=False)
     console.print(table)
     return 1 if wrong else 0
 
 
 def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--elements", type=int, default=1 << 24)
+    asked.add_argument("--elements", type=int, help="16M by default, 256M on a GPU")
     asked.add_argument("--rounds", type=int, default=9)
     asked.add_argument("--threads", type=int, default=1)
     asked.add_argument("--gpu", action="store_true")
     given = asked.parse_args()
     if given.gpu:
-        return on_gpu(given.elements, given.rounds)
+        return on_gpu(given.elements or 1 << 28, given.rounds)
+    given.elements = given.elements or 1 << 24
     torch.set_num_threads(given.threads)
     clock = time.thread_time if given.threads == 1 else time.perf_counter
     console.print(

@@ -294,6 +294,7 @@ class GradientCompression:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: by the same rank of as many, with the same parameters."""
         gradient_state.check(state, self._auto or self.error_feedback, self._numels if self._named else None)
+        self._check_world(state)
         if self._auto:  # what was chosen then
             self._use(None if state["codec"] is None else for_gradients(as_codec(state["codec"])), self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])
@@ -303,19 +304,21 @@ class GradientCompression:
             self._take_residuals(state)
 
     def _take_residuals(self, state: Mapping[str, Any]) -> None:
-        residuals = self.residuals
-        here = (0, 0) if residuals is None else (residuals.ranks, residuals.rank)
-        there = state["ranks"], state["rank"]
-        if residuals is not None and there != (0, 0):
-            if there != here:
-                raise StateDictError(
-                    f"state: taken by rank {there[1]} of {there[0]}, loaded by rank {here[1]} of {here[0]}. Residuals "
-                    "belong to a rank: load on each rank what that rank saved, on as many ranks. To start without "
-                    'residuals, load {**state, "sender": {}, "owner": {}, "ranks": 0, "rank": 0}.'
-                )
+        self._check_world(state)
+        if self.residuals is not None and state["ranks"]:
             names = {*state["sender"], *state["owner"]}
-            residuals.load({name: (state["sender"].get(name), state["owner"].get(name)) for name in names})
+            self.residuals.load({name: (state["sender"].get(name), state["owner"].get(name)) for name in names})
         self._loaded = None
+
+    def _check_world(self, state: Mapping[str, Any]) -> None:
+        there = state["rank"], state["ranks"]
+        here = there if self.residuals is None else (self.residuals.rank, self.residuals.ranks)
+        if state["ranks"] and there != here:
+            raise StateDictError(
+                f"state: taken by rank {there[0]} of {there[1]}, loaded by rank {here[0]} of {here[1]}. Residuals "
+                "belong to a rank: load on each rank what that rank saved, on as many ranks. To start without "
+                'residuals, load {**state, "sender": {}, "owner": {}, "ranks": 0, "rank": 0}.'
+            )
 
 
 # -- odds -------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from narrowcast.kernels.gpu_tables import Cells, lay_out
 from narrowcast.kernels.layout import Grid
 
 TILE, BACKWARD_TILE, WARPS = 4096, 2048, 4
-"""Elements of a program (backward: where rows have scales) and its warps. Best of 12 on an H200 (bench/fake.py --gpu)."""
+"""Elements of a program (backward: where rows have scales) and its warps: the best of 12 on an H200."""
 
 SHORT = 256
 """Inner dimensions below this are not worth rows of their own."""
