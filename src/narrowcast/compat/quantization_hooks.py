@@ -35,6 +35,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms import ddp_comm_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 
 from narrowcast import distributed as ncd
 from narrowcast.codecs import Codec, checks
@@ -67,23 +69,24 @@ def quantization_perchannel_hook(
     return _average(process_group, bucket, codec)
 
 
-def register_ddp_comm_hook(comm_hook_type: Any, model: nn.parallel.DistributedDataParallel, state: Any = None) -> None:
+def register_ddp_comm_hook(
+    comm_hook_type: DDPCommHookType, model: nn.parallel.DistributedDataParallel, state: Any = None
+) -> None:
     """PyTorch's function of this name, with these hooks for QUANTIZE_PER_TENSOR and QUANTIZE_PER_CHANNEL.
 
-    `comm_hook_type` is a member of `torch.distributed.algorithms.ddp_comm_hooks.DDPCommHookType`; for all others
-    PyTorch's hooks are registered.
+    For every other member of `DDPCommHookType` PyTorch's own hook is registered.
     """
-    from torch.distributed.algorithms import ddp_comm_hooks as theirs
-
-    kinds = theirs.DDPCommHookType
-    ours = {
-        kinds.QUANTIZE_PER_TENSOR: quantization_pertensor_hook,
-        kinds.QUANTIZE_PER_CHANNEL: quantization_perchannel_hook,
-    }
-    if comm_hook_type in ours:
-        model.register_comm_hook(state, ours[comm_hook_type])
+    hook = _HOOKS.get(comm_hook_type)
+    if hook is None:
+        ddp_comm_hooks.register_ddp_comm_hook(comm_hook_type, model, state)
     else:
-        theirs.register_ddp_comm_hook(comm_hook_type, model, state)
+        model.register_comm_hook(state, hook)
+
+
+_HOOKS = {
+    DDPCommHookType.QUANTIZE_PER_TENSOR: quantization_pertensor_hook,
+    DDPCommHookType.QUANTIZE_PER_CHANNEL: quantization_perchannel_hook,
+}
 
 
 def _average(
