@@ -9,8 +9,10 @@ it, and all ranks send and receive at once while it does:
 - the same two for the rival, torch's own all_reduce of the group: `step_s` and `ring_bytes_per_s`. gloo and NCCL have
   ways of their own to fill a link, so the one cannot be told from the other.
 
-A time is that of the slowest rank, in the best of a few rounds: what else a machine does can only add. `slowest` hands every rank the same float64
-numbers, bit for bit: what is decided from them alone is decided alike on all ranks.
+A time is that of the slowest rank, in the best of a few rounds: what else a machine does can only add. `slowest` hands
+every rank the same float64 numbers, bit for bit: what is decided from them alone is decided alike on all ranks.
+
+`link_on_paper` stands in where there is nothing to measure yet.
 """
 
 from __future__ import annotations
@@ -41,6 +43,13 @@ STREAM_S = 0.15
 FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 27
 """What a rank sends in the first stream, and at most. The first takes 21 ms at 100 Mbit/s."""
 
+PAYLOAD = 0.95
+"""The share of a link's bits that is left for rows: 1,448 bytes of every frame of 1,514 to 1,538."""
+
+MESSAGE_S = {"cpu": 80e-6, "cuda": 5e-6}
+"""What a row takes its sender and its receiver, and a step of the ring too. gloo: the processor time that all_reduce of
+few elements took more on 8 ranks than on 2, for each row. NCCL: assumed."""
+
 FEW = 64
 """Elements for each rank of a tensor whose bytes cost nothing."""
 
@@ -65,14 +74,17 @@ class Link:
     """How many times longer a reduction takes than its coding and its wire together, where these get in each other's
     way: on a link that is as fast as memory, both want the same cores and caches."""
 
-    def trip_s(self, ranks: int) -> float:
-        return self.latency_s + (ranks - 1) * self.message_s
-
     def ring_s(self, nbytes: int, ranks: int) -> float:
         """The time of torch's own all_reduce of so many bytes, if it is a ring."""
         step = self.latency_s + self.message_s if self.step_s is None else self.step_s
         share = 2 * (ranks - 1) / ranks
         return 2 * (ranks - 1) * step + share * nbytes / (self.ring_bytes_per_s or self.bandwidth_bytes_per_s)
+
+
+def link_on_paper(bits_per_s: float, latency_s: float = 50e-6, device: torch.device | str = "cpu") -> Link:
+    """A link of so many bits a second each way: what the network needs, and what gloo (cpu) or NCCL (cuda) adds."""
+    each = MESSAGE_S["cuda" if torch.device(device).type == "cuda" else "cpu"]
+    return Link(latency_s, bits_per_s / 8 * PAYLOAD, message_s=each)
 
 
 def measure_link(

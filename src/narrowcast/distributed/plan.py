@@ -24,6 +24,7 @@ A plan that is made in a group is a collective, and the same on every rank: it i
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,9 +82,10 @@ class Plan:
         return None if self.chosen == NONE else as_codec(self.chosen)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Plain values, for JSON; buckets as pairs of a size and how many have it."""
         found = dataclasses.asdict(self)
-        return {**found, "dtype": str(self.dtype).removeprefix("torch.")}
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {**found, "buckets": [list(pair) for pair in Counter(self.buckets).items()], "dtype": dtype}
 
     def __str__(self) -> str:
         head = f"{'codec':<12}{'MB sent':>12}{'wire s':>10}{'coding s':>10}{'total s':>10}{'x none':>8}"
@@ -101,9 +103,12 @@ class Plan:
 
 def predict_plain(buckets: Sequence[int], ranks: int, link: Link, dtype: torch.dtype = torch.float32) -> Prediction:
     """What torch's own all_reduce of `buckets` (numbers of elements) would take."""
-    sizes = [numel * dtype.itemsize for numel in buckets]
-    seconds = sum(link.ring_s(size, ranks) for size in sizes)
-    return Prediction(NONE, seconds, seconds, 0.0, sum(2 * (ranks - 1) * size // ranks for size in sizes))
+    seconds, sent = 0.0, 0
+    for numel, count in Counter(buckets).items():
+        size = numel * dtype.itemsize
+        seconds += count * link.ring_s(size, ranks)
+        sent += count * (2 * (ranks - 1) * size // ranks)
+    return Prediction(NONE, seconds, seconds, 0.0, sent)
 
 
 def predict(
@@ -123,14 +128,14 @@ def predict(
     coding_each = _coding_s(ranks, speed, error_feedback if codec.bits < 8 else False)
     total = wire = coding = 0.0
     sent = 0
-    for numel in buckets:
+    for numel, count in Counter(buckets).items():
         nbytes, pieces, trips = _traffic(numel, ranks, codec, eager)
         on_wire = trips * link.latency_s + nbytes / link.bandwidth_bytes_per_s
         on_wire += (trips - 2 + 2 * pieces) * (ranks - 1) * link.message_s
         at_work = numel * coding_each
         hidden = link.overlap * (1 - 1 / pieces)
-        total += link.drag * (max(on_wire, at_work) + min(on_wire, at_work) * (1 - hidden))
-        wire, coding, sent = wire + on_wire, coding + at_work, sent + nbytes
+        total += count * link.drag * (max(on_wire, at_work) + min(on_wire, at_work) * (1 - hidden))
+        wire, coding, sent = wire + count * on_wire, coding + count * at_work, sent + count * nbytes
     return Prediction(codec.spec, total, wire, coding, sent, speed.noise)
 
 
@@ -201,6 +206,12 @@ def decide(
     found += [predict(buckets, ranks, link, as_codec(spec), speed, **options) for spec, speed in speeds.items()]
     best, reason = choose(found, margin)
     return Plan(best.codec, reason, tuple(found), link, ranks, tuple(buckets), dtype, margin)
+
+
+def buckets_of(params: int, dtype: torch.dtype = torch.float32, megabytes: float = 25.0) -> list[int]:
+    """The numbers of elements of the buckets that DDP makes of so many parameters, its small first one aside."""
+    each = max(1, int(megabytes * 2**20) // dtype.itemsize)
+    return [each] * (params // each) + ([params % each] if params % each else [])
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,198 @@
+"""`narrowcast plan`: which codec gradients should travel in, on the network there is or on one that is thought of.
+
+Live, under torchrun, every rank measures the link and the codecs. On paper, with --ranks and --bandwidth, codecs are
+measured on this machine and the rest is worked out. Bad arguments end with one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    import torch
+
+    from narrowcast.distributed.plan import Plan
+
+COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+RATES = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def plan(
+    params: Annotated[str, typer.Option(help="Parameters of the model, such as 124M or 7B.")],
+    ranks: Annotated[int | None, typer.Option(help="On paper: how many ranks there would be.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="On paper: each rank's link, such as 10gbit.")] = None,
+    latency: Annotated[str, typer.Option(help="On paper: of the network, one way.")] = "50us",
+    dtype: Annotated[str, typer.Option(help="Of the gradients: fp32, bf16 or fp16.")] = "fp32",
+    bucket_mb: Annotated[float, typer.Option(help="DDP's bucket_cap_mb.")] = 25.0,
+    codecs: Annotated[str | None, typer.Option(help="Those to consider, with commas between them.")] = None,
+    error_feedback: Annotated[bool, typer.Option(help="Count its passes, and consider int6 and int4.")] = True,
+    margin: Annotated[float, typer.Option(help="How much slower than the fastest the choice may be.")] = 0.1,
+    device: Annotated[str, typer.Option(help="Where gradients are: cpu (gloo) or cuda (NCCL).")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Predict the time of a step's all_reduce in every codec, and choose one: what codec="auto" does.
+
+    Live: torchrun --nproc-per-node 4 --no-python narrowcast plan --params 124M
+
+    On paper: narrowcast plan --params 7B --ranks 512 --bandwidth 10gbit
+    """
+    count = int(_amount("--params", params, COUNTS, "124M or 7B", least=1))
+    delay = _amount("--latency", latency, TIMES, "50us or 1ms")
+    rate = None if bandwidth is None else _amount("--bandwidth", bandwidth, RATES, "100mbit or 10gbit", least=1)
+    if dtype not in DTYPES:
+        _refuse(f"--dtype {dtype!r}: gradients are {', '.join(DTYPES)}. Write, for example, --dtype bf16.")
+    if bucket_mb <= 0:
+        _refuse(f"--bucket-mb {bucket_mb}: a bucket holds something. DDP's own is --bucket-mb 25.")
+    if margin < 0:
+        _refuse(f"--margin {margin}: a share of the fastest time, zero or more. Write 0.1 for 10%.")
+    if device not in ("cpu", "cuda"):
+        _refuse(f"--device {device!r}: gradients are on cpu or cuda.")
+    live = ranks is None and rate is None and _world() > 1
+    if not live:
+        _check_paper(ranks, bandwidth)
+
+    import torch
+
+    from narrowcast.distributed import plan as planning
+    from narrowcast.errors import NarrowcastError, SpecError
+
+    kind = getattr(torch, DTYPES[dtype])
+    try:
+        given = planning.candidates_for(kind, error_feedback) if codecs is None else tuple(codecs.split(","))
+        buckets = planning.buckets_of(count, kind, bucket_mb)
+        options = {"dtype": kind, "error_feedback": error_feedback, "margin": margin}
+        if live:
+            made = _live(buckets, device, given, options)
+        else:
+            made = _on_paper(buckets, ranks or 0, rate or 0.0, delay, device, given, options)
+    except NarrowcastError as error:
+        _refuse(str(error), 2 if isinstance(error, SpecError) else 1)
+    if _rank() == 0:
+        if as_json:
+            print(json.dumps({**made.as_dict(), "params": count, "live": live}))
+        else:
+            _show(made, count, live, dtype, torch.device(device))
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _amount(option: str, text: str, units: dict[str, int] | dict[str, float], example: str, least: float = 0) -> float:
+    """A number and its unit, as people write them."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+) ?([a-z]*?)(?:/s)?", text.strip().replace("_", ""), re.IGNORECASE)
+    unit = match[2].lower() if match else ""
+    if match is None or unit not in units:
+        known = ", ".join(name for name in units if name)
+        _refuse(f"{option} {text!r}: a number and a unit ({known}), such as {example}.")
+    value = float(match[1]) * units[unit]
+    if value < least:
+        _refuse(f"{option} {text!r}: at least {least:g} is needed; write, for example, {example}.")
+    return value
+
+
+def _check_paper(ranks: int | None, bandwidth: str | None) -> None:
+    if ranks is None and bandwidth is None:
+        _refuse(
+            "nothing to measure: this is a single process. Start it with `torchrun --nproc-per-node 4 --no-python "
+            "narrowcast plan ...` to measure, or plan on paper with --ranks 16 --bandwidth 10gbit."
+        )
+    if ranks is None or bandwidth is None:
+        missing = "--ranks 16" if ranks is None else "--bandwidth 10gbit"
+        _refuse(f"--ranks and --bandwidth make a plan on paper together: add, for example, {missing}.")
+    if ranks < 2:
+        _refuse(f"--ranks {ranks}: gradients travel between two ranks or more. Write, for example, --ranks 16.")
+
+
+def _refuse(message: str, code: int = 2) -> NoReturn:
+    if _rank() == 0:
+        Console(stderr=True).print(f"error: {message}", style="red", soft_wrap=True, highlight=False, markup=False)
+    raise typer.Exit(code)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0")) if _world() > 1 else 0
+
+
+def _world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def _on_paper(
+    buckets: list[int],
+    ranks: int,
+    rate: float,
+    delay: float,
+    device: str,
+    codecs: tuple[str, ...],
+    options: dict[str, object],
+) -> Plan:
+    from narrowcast.codecs import codec as as_codec
+    from narrowcast.distributed.link import link_on_paper
+    from narrowcast.distributed.plan import NONE, decide
+    from narrowcast.distributed.speed import measure_codecs
+    from narrowcast.distributed.wire import EAGER
+
+    speeds = measure_codecs([as_codec(name) for name in codecs if name != NONE], device, ranks=ranks)
+    eager = 0 if device == "cuda" else EAGER
+    return decide(buckets, ranks, link_on_paper(rate, delay, device), speeds, eager=eager, **options)  # type: ignore[arg-type]
+
+
+def _live(buckets: list[int], device: str, codecs: tuple[str, ...], options: dict[str, object]) -> Plan:
+    import torch
+    import torch.distributed as dist
+
+    from narrowcast.distributed.plan import plan as make
+
+    where = torch.device(device, int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device("cpu")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    try:
+        return make(buckets, None, where, candidates=codecs, **options)  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
+
+
+def _show(made: Plan, count: int, live: bool, dtype: str, device: torch.device) -> None:
+    import torch
+
+    from narrowcast.codecs import which_kernel
+    from narrowcast.distributed.plan import NONE
+
+    console = Console()
+    link, plain = made.link, next(p for p in made.predictions if p.codec == NONE)
+    source = "measured" if live else "on paper"
+    coded = "on every rank at once" if live else "on this machine, by itself"
+    lines = (
+        f"{count:,} parameters, {dtype} gradients, {len(made.buckets)} buckets, {made.ranks} ranks",
+        f"link, {source}: {_digits(link.bandwidth_bytes_per_s / 1e6)} MB/s, {_digits(link.latency_s * 1e6)} us a trip",
+        f"coding, measured {coded}: {which_kernel('int8', device)}, {torch.get_num_threads()} threads\n",
+    )
+    console.print("\n".join(lines), highlight=False, markup=False)
+    table = Table("codec", "MB a step, sent by a rank", "wire, s", "coding, s", "all, s", "times none", "")
+    for p in made.predictions:
+        times = (
+            f"{p.wire_seconds:.3g}",
+            f"{p.coding_seconds:.3g}",
+            f"{p.seconds:.3g}",
+            f"{plain.seconds / p.seconds:.2f}",
+        )
+        mark = "chosen" if p.codec == made.chosen else ""
+        table.add_row(p.codec, _digits(p.bytes / 1e6), *times, mark, style="bold" if mark else None)
+    console.print(table)
+    console.print(made.reason, highlight=False, markup=False, soft_wrap=True)
+
+
+def _digits(value: float) -> str:
+    """Three digits, and never an exponent for what is large."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
