@@ -69,12 +69,13 @@ def thresholds(levels: Tensor) -> Tensor:
 
 
 def _place(values: Tensor, levels: Tensor) -> Tensor:
-    """Where in `levels` the nearest to each value is: how many thresholds lie below it."""
+    """Where in `levels` the nearest to each value is, the first of equals: how many thresholds lie below the value."""
     if values.dtype == torch.float64:
         bounds = (levels[1:].double() + levels[:-1].double()) / 2
     else:
         values, bounds = values.float(), thresholds(levels)
-    return torch.searchsorted(bounds, values.contiguous())
+    first = torch.searchsorted(levels, levels)
+    return first[torch.searchsorted(bounds, values.contiguous())]
 
 
 def _as_floats(x: Tensor | float, levels: Tensor) -> Tensor:

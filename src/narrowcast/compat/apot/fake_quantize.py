@@ -34,9 +34,10 @@ class APoTFakeQuantize(FakeQuantizeBase):
         self.activation_post_process = observer(**observer_kwargs)
         self.dtype = self.activation_post_process.dtype
         self.signed = signed
+        device = (observer_kwargs.get("factory_kwargs") or {}).get("device")
         for name in ("alpha", "gamma", "quantization_levels"):
-            self.register_buffer(name, torch.empty(0))
-        self.register_buffer("level_indices", torch.empty(0, dtype=torch.int64))
+            self.register_buffer(name, torch.empty(0, device=device))
+        self.register_buffer("level_indices", torch.empty(0, dtype=torch.int64, device=device))
 
     def calculate_qparams(self, signed: bool | None = None) -> QParams:  # type: ignore[override]
         """alpha, gamma, levels and codes of what was observed."""

@@ -28,11 +28,14 @@ class APoTObserver(ObserverBase):
     min_val: Tensor
     max_val: Tensor
 
-    def __init__(self, b: int, k: int, dtype: torch.dtype = torch.quint8) -> None:
+    def __init__(
+        self, b: int, k: int, dtype: torch.dtype = torch.quint8, factory_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(dtype)
         self.b, self.k = b, k
-        self.register_buffer("min_val", torch.empty(0))
-        self.register_buffer("max_val", torch.empty(0))
+        device = (factory_kwargs or {}).get("device")
+        self.register_buffer("min_val", torch.empty(0, device=device))
+        self.register_buffer("max_val", torch.empty(0, device=device))
 
     def calculate_qparams(  # type: ignore[override]
         self, signed: bool = False, min_val: Tensor | None = None, max_val: Tensor | None = None
