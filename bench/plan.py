@@ -70,7 +70,7 @@ def rank_main(job: dict[str, Any]) -> None:
     torch.manual_seed(int(os.environ["RANK"]))
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     start = time.perf_counter()
-    made = plan(job["buckets"], error_feedback=False, candidates=job["codecs"])
+    made = plan(job["buckets"], gradients=False, candidates=job["codecs"])
     took = time.perf_counter() - start
     found = measure(job["buckets"], job["codecs"], job["rounds"])
     if dist.get_rank() == 0:

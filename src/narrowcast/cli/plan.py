@@ -67,9 +67,10 @@ def plan(
 
     kind = getattr(torch, DTYPES[dtype])
     try:
-        given = planning.candidates_for(kind, error_feedback) if codecs is None else tuple(codecs.split(","))
+        feedback = None if error_feedback else False
+        given = planning.candidates_for(kind, feedback) if codecs is None else tuple(codecs.split(","))
         buckets = planning.buckets_of(count, kind, bucket_mb)
-        options = {"dtype": kind, "error_feedback": error_feedback, "margin": margin}
+        options = {"dtype": kind, "error_feedback": feedback, "margin": margin}
         if live:
             made = _live(buckets, device, given, options)
         else:

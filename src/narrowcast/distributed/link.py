@@ -23,11 +23,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments, two_stage
 from narrowcast.distributed.agreement import Call
-from narrowcast.distributed.collectives import all_reduce
 from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.launch import launch
 from narrowcast.distributed.peers import Peers, peers_of
@@ -92,16 +93,18 @@ def measure_link(
     device: torch.device | str = "cpu",
     *,
     dtype: torch.dtype = torch.float32,
+    purpose: str = "collectives",
 ) -> Link:
     """Measure the link between the ranks of `group`, for tensors on `device`; every rank gets the same numbers.
 
-    `dtype` is what the rival's all_reduce sends. All ranks of the group must call it, as for any collective.
+    `dtype` is what the rival's all_reduce sends, `purpose` says whose lane and wire are used. All ranks of the group
+    must call it, as for any collective.
     """
     where = torch.device(device)
     found = members(group, "measure_link")
-    peers = peers_of(found, where)
+    peers = peers_of(found, where, purpose)
     few = torch.zeros(FEW * peers.size, device=where)
-    trips = timed(peers, lambda: all_reduce(few, group=found, codec="raw"), rounds=5, warm_up=True)
+    trips = timed(peers, lambda: average(peers, few, as_codec("raw")), rounds=5, warm_up=True)
     rate = _row_rate(peers)
     hops = 2 * (peers.size - 1)
     step = timed(peers, lambda: dist.all_reduce(few, group=found), rounds=5, warm_up=True) / hops
@@ -132,7 +135,7 @@ def slowest(peers: Peers, values: Sequence[float]) -> list[float]:
         exchange.agree()
         exchange.share(list(rows))
 
-    _launch(peers, f"values={len(values)}", protocol, rows)
+    _launch(peers, as_codec("raw"), f"values={len(values)}", protocol, rows)
     largest: list[float] = rows.cpu().view(torch.float64).amax(0).tolist()
     return largest
 
@@ -148,6 +151,15 @@ def timed(peers: Peers, run: Callable[[], object], *, rounds: int = ROUNDS, warm
         if turn >= warm_up:
             times.append(time.perf_counter() - start)
     return min(slowest(peers, times))
+
+
+def average(peers: Peers, flat: Tensor, codec: Codec) -> None:
+    """The two-stage reduction of `flat` [numel], on the wire that is measured."""
+
+    def protocol(exchange: Exchange) -> None:
+        two_stage.all_reduce(exchange, flat, exchange.size)
+
+    _launch(peers, codec, f"numel={flat.numel()}", protocol, flat)
 
 
 def finish(device: torch.device) -> None:
@@ -193,10 +205,10 @@ def _stream_s(peers: Peers, nbytes: int, count: int) -> float:
         finish(peers.device)
         seconds = time.perf_counter() - start
 
-    _launch(peers, f"row={nbytes}, count={count}", protocol, inbox)
+    _launch(peers, as_codec("raw"), f"row={nbytes}, count={count}", protocol, inbox)
     return seconds
 
 
-def _launch(peers: Peers, words: str, protocol: Callable[[Exchange], None], rows: torch.Tensor) -> None:
-    call = Call("measure_link", as_codec("raw"), words)
-    launch(peers, call, protocol, [rows], [], plain_bytes=0, async_op=False, seed=None)
+def _launch(peers: Peers, codec: Codec, words: str, protocol: Callable[[Exchange], None], written: Tensor) -> None:
+    call = Call("measure_link", codec, words)
+    launch(peers, call, protocol, [written], [], plain_bytes=0, async_op=False, seed=0)

@@ -1,6 +1,6 @@
 """Which codec gradients should travel in: what each one would take, and the choice.
 
-`predict` says how long a step's all_reduces take, one after the other, from the sizes of its buckets, the link and the
+`predict` says how long a step's reductions take, one after the other, from the sizes of its buckets, the link and the
 codec's speed. Nothing else enters: not what the backward pass hides of it, nor what it takes from the processor.
 
 - Uncompressed ("none"), the ring: each rank sends 2(N-1)/N of the bytes in 2(N-1) steps.
@@ -34,16 +34,15 @@ import torch.distributed as dist
 
 from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
-from narrowcast.distributed import arguments, two_stage
+from narrowcast.distributed import arguments, columns, two_stage
 from narrowcast.distributed.agreement import header_bytes
-from narrowcast.distributed.collectives import all_reduce
-from narrowcast.distributed.link import STREAM_S, Link, measure_link, members, timed
+from narrowcast.distributed.gradient_options import Mode, mode_of
+from narrowcast.distributed.link import STREAM_S, Link, average, measure_link, members, timed
 from narrowcast.distributed.peers import Peers, peers_of
 from narrowcast.distributed.speed import CodecSpeed, measure_codecs
 from narrowcast.distributed.wire import EAGER
 from narrowcast.errors import SpecError
 
-AVG = dist.ReduceOp.AVG
 NONE = "none"
 MARGIN = 0.1
 LOSSLESS_ENOUGH = ("bf16", "int8")
@@ -118,18 +117,23 @@ def predict(
     codec: Codec,
     speed: CodecSpeed,
     *,
-    error_feedback: bool | str = False,
+    gradients: bool = False,
+    error_feedback: Mode | None = None,
     eager: int = EAGER,
 ) -> Prediction:
     """What the two-stage reduction of `buckets` (numbers of elements) in `codec` would take.
 
-    `eager` is what rides along with a header, 0 on NCCL, where there is no header and a tensor is one piece.
+    By default that is `all_reduce`. With `gradients` it is what `compress_gradients` does, with `error_feedback` as
+    given there. `eager` is what rides along with a header, 0 on NCCL, where there is no header and a tensor is one
+    piece.
     """
-    coding_each = _coding_s(ranks, speed, error_feedback if codec.bits < 8 else False)
+    coding_each = _coding_s(ranks, speed)
+    if gradients:
+        coding_each += _gradients_s(ranks, speed, mode_of(error_feedback, codec, None))
     total = wire = coding = 0.0
     sent = 0
     for numel, count in Counter(buckets).items():
-        nbytes, pieces, trips = _traffic(numel, ranks, codec, eager)
+        nbytes, pieces, trips = _traffic(numel, ranks, codec, eager, gradients)
         on_wire = trips * link.latency_s + nbytes / link.bandwidth_bytes_per_s
         on_wire += (trips - 2 + 2 * pieces) * (ranks - 1) * link.message_s
         at_work = numel * coding_each
@@ -139,25 +143,37 @@ def predict(
     return Prediction(codec.spec, total, wire, coding, sent, speed.noise)
 
 
-def _traffic(numel: int, ranks: int, codec: Codec, eager: int) -> tuple[int, int, int]:
+def _traffic(numel: int, ranks: int, codec: Codec, eager: int, gradients: bool) -> tuple[int, int, int]:
     """Bytes that a rank sends, pieces, and trips that nothing hides."""
-    sizes = two_stage.cut(numel, ranks, codec, eager)
-    rows = [codec.row_bytes(two_stage.split(size, ranks)[0]) for size in sizes]
+    if gradients:
+        pieces = columns.lay_out([columns.Entry("", 0, numel, False)], ranks, at_once=not eager)
+        parts = [piece.columns for piece in pieces]
+    else:
+        parts = [two_stage.split(size, ranks)[0] for size in two_stage.cut(numel, ranks, codec, eager)]
+    rows = [codec.row_bytes(part) for part in parts]
     header = header_bytes(ranks) if eager else 0
-    along = not eager or (rows == rows[:1] and rows[0] <= eager)
-    return (ranks - 1) * (2 * sum(rows) + header), len(sizes), 2 if along else 3
+    along = not eager or (not gradients and len(rows) == 1 and rows[0] <= eager)
+    return (ranks - 1) * (2 * sum(rows) + header), len(rows), 2 if along else 3
 
 
-def _coding_s(ranks: int, speed: CodecSpeed, error_feedback: bool | str) -> float:
+def _coding_s(ranks: int, speed: CodecSpeed) -> float:
     """Seconds of coding for each element of a bucket.
 
     Parts of the others are encoded, rows of this rank's part added up (as many elements in all as the bucket has), and
-    every part's sum decoded. What was quantized with feedback is decoded once more, added to, and subtracted from.
+    every part's sum decoded.
     """
+    return (1 - 1 / ranks) * speed.encode_s + speed.sum_s + speed.decode_s
+
+
+def _gradients_s(ranks: int, speed: CodecSpeed, feedback: Mode) -> float:
+    """Seconds more for each gradient: put side by side and back, and what feedback does at either quantization."""
     own = 1 / ranks
-    seconds = (1 - own) * speed.encode_s + speed.sum_s + speed.decode_s
-    fed_back = {True: 1.0, False: 0.0, "owner": own}[error_feedback]
-    return seconds + fed_back * (speed.decode_s + 2 * speed.add_s)
+    seconds = 2 * speed.add_s
+    if feedback is not False:
+        seconds += own * 4 * speed.add_s
+    if feedback is True:
+        seconds += (1 - own) * (speed.decode_s + 2 * speed.add_s)
+    return seconds
 
 
 # -- choosing ---------------------------------------------------------------------------------------------------------
@@ -183,10 +199,10 @@ def choose(predictions: Sequence[Prediction], margin: float = MARGIN) -> tuple[P
     )
 
 
-def candidates_for(dtype: torch.dtype, error_feedback: bool | str) -> tuple[str, ...]:
+def candidates_for(dtype: torch.dtype, error_feedback: Mode | None = None) -> tuple[str, ...]:
     """The codecs that are considered for gradients of a dtype, besides none."""
     casts = tuple(name for name in LOSSLESS_ENOUGH if as_codec(name).bits < 8 * dtype.itemsize)
-    return casts + (WITH_FEEDBACK if error_feedback else ())
+    return casts if error_feedback is False else casts + WITH_FEEDBACK
 
 
 def decide(
@@ -196,12 +212,13 @@ def decide(
     speeds: dict[str, CodecSpeed],
     *,
     dtype: torch.dtype = torch.float32,
-    error_feedback: bool | str = True,
+    gradients: bool = True,
+    error_feedback: Mode | None = None,
     margin: float = MARGIN,
     eager: int = EAGER,
 ) -> Plan:
     """The plan for `buckets` (numbers of elements) on a link, with codecs of these speeds. Nothing is measured."""
-    options: dict[str, Any] = {"error_feedback": error_feedback, "eager": eager}
+    options: dict[str, Any] = {"gradients": gradients, "error_feedback": error_feedback, "eager": eager}
     found = [predict_plain(buckets, ranks, link, dtype)]
     found += [predict(buckets, ranks, link, as_codec(spec), speed, **options) for spec, speed in speeds.items()]
     best, reason = choose(found, margin)
@@ -223,25 +240,27 @@ def plan(
     device: torch.device | str = "cpu",
     *,
     dtype: torch.dtype = torch.float32,
-    error_feedback: bool | str = True,
+    gradients: bool = True,
+    error_feedback: Mode | None = None,
     candidates: Sequence[str | Codec] | None = None,
     margin: float = MARGIN,
 ) -> Plan:
-    """Measure the group's link and the candidates' speed, and choose. A collective, of a second or two."""
+    """Measure the group's link and the candidates' speed, and choose. A collective, of two or three seconds."""
     where = torch.device(device)
     found = members(group, "plan")
-    peers = peers_of(found, where)
+    purpose = "gradients" if gradients else "collectives"
+    peers = peers_of(found, where, purpose)
     given = candidates_for(dtype, error_feedback) if candidates is None else candidates
     codecs = [as_codec(each) for each in given if each != NONE]
     ranks = peers.size
-    link = measure_link(found, where, dtype=dtype)
+    link = measure_link(found, where, dtype=dtype, purpose=purpose)
     probe = codecs[-1] if codecs else as_codec("int8")
     speeds = measure_codecs(dict.fromkeys([*codecs, probe]), where, ranks=ranks, peers=peers)
     eager = 0 if peers.nccl else EAGER
-    link = _calibrated(link, peers, found, probe, speeds[probe.spec], max(buckets, default=1), eager)
+    link = _calibrated(link, peers, probe, speeds[probe.spec], max(buckets, default=1), eager)
     speeds = {codec.spec: speeds[codec.spec] for codec in codecs}
-    options: dict[str, Any] = {"dtype": dtype, "error_feedback": error_feedback, "margin": margin, "eager": eager}
-    return decide(buckets, ranks, link, speeds, **options)
+    options: dict[str, Any] = {"dtype": dtype, "gradients": gradients, "error_feedback": error_feedback}
+    return decide(buckets, ranks, link, speeds, margin=margin, eager=eager, **options)
 
 
 def choose_codec(
@@ -249,7 +268,7 @@ def choose_codec(
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
     device: torch.device | str,
-    error_feedback: bool | str,
+    error_feedback: Mode | None,
 ) -> tuple[Codec | None, Plan | None]:
     """What `codec="auto"` means for a model whose buckets have so many elements: the codec, or None for none.
 
@@ -262,9 +281,7 @@ def choose_codec(
     return made.codec, made
 
 
-def _calibrated(
-    link: Link, peers: Peers, group: dist.ProcessGroup, codec: Codec, speed: CodecSpeed, largest: int, eager: int
-) -> Link:
+def _calibrated(link: Link, peers: Peers, codec: Codec, speed: CodecSpeed, largest: int, eager: int) -> Link:
     """The link, with its overlap and drag: found by a real reduction, where its time would tell."""
 
     def predicted(numel: int, overlap: float) -> float:
@@ -278,6 +295,6 @@ def _calibrated(
     if most <= 1.02 * least:  # one piece, or a wire that is far slower than coding: it makes no difference
         return link
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(peers.device)
-    took = timed(peers, lambda: all_reduce(x, AVG, group, codec=codec), rounds=5, warm_up=True)
+    took = timed(peers, lambda: average(peers, x, codec), rounds=5, warm_up=True)
     overlap = min(max((most - took) / (most - least), 0.0), 1.0)
     return dataclasses.replace(link, overlap=overlap, drag=max(took / most, 1.0))
