@@ -9,7 +9,7 @@ import model
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import outcomes_of, run
+from ranks import run
 from torch import Tensor, nn
 from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as theirs
@@ -58,7 +58,7 @@ def sample(rank: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank))
 
 
-# -- averages ----------------------------------------------------------------------------------------------------------
+# -- scenes: what ranks do, and what they bring back. DDP takes a second to load, so ranks start once for all scenes ---
 
 
 def exact(rank: int, world: int) -> None:
@@ -71,13 +71,7 @@ def exact(rank: int, world: int) -> None:
             assert torch.equal(found, expected), (codec, dtype)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_bucket_ends_as_the_two_stage_average_bit_for_bit_in_its_own_dtype(world: int) -> None:
-    run(world, exact, world)
-
-
-def many_buckets(rank: int) -> None:
-    """Sixteen parameters in as many buckets, three steps: DDP has made its buckets anew after the first."""
+def many_buckets(rank: int, world: int) -> None:
     gradients = [torch.full((2000 + 100 * i,), float(i + rank)) for i in range(16)]
     for hook in CODECS:
         buckets = []
@@ -94,10 +88,6 @@ def many_buckets(rank: int) -> None:
             assert torch.allclose(gradient, torch.full_like(gradient, i + 1.0), rtol=8 * 2.0**-24, atol=0)
 
 
-def test_many_buckets_are_in_flight_and_none_is_taken_for_another() -> None:
-    run(3, many_buckets)
-
-
 class Product(nn.Module):
     """What PyTorch's tests of these hooks train: 40 x 20 numbers, multiplied by powers of the input."""
 
@@ -109,7 +99,7 @@ class Product(nn.Module):
         return self.p * x ** (1 + rank)
 
 
-def as_pytorchs_tests_call_it(rank: int) -> None:
+def registered_by_type(rank: int, world: int) -> None:
     group = dist.new_group([0, 1])
     kinds = ours.DDPCommHookType
     found = {}
@@ -118,7 +108,6 @@ def as_pytorchs_tests_call_it(rank: int) -> None:
         if kind is not None:
             ours.register_ddp_comm_hook(comm_hook_type=kind, model=ddp, state=group)
         ddp(sample(1, 40, 20), rank).mean().backward()
-        assert ddp.module.p.grad is not None
         found[kind] = ddp.module.p.grad
     plain = found.pop(None)
     assert torch.equal(found.pop(kinds.ALLREDUCE), plain)
@@ -127,59 +116,140 @@ def as_pytorchs_tests_call_it(rank: int) -> None:
         torch.testing.assert_close(gradient, plain, rtol=1e-5, atol=1e-4)  # PyTorch's own tolerance
 
 
-def test_hooks_registered_by_type_are_as_close_as_pytorchs_tests_ask() -> None:
-    run(2, as_pytorchs_tests_call_it)
-
-
-def crash(rank: int, name: str) -> None:
-    averaged(getattr(theirs, name), [sample(rank, 1000)])
-
-
-@pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
-def test_pytorchs_own_hooks_crash_on_gloo(name: str) -> None:
-    outcomes = outcomes_of(2, crash, name)
-    assert all(outcome.error is not None or outcome.exitcode != 0 for outcome in outcomes)
-
-
-def narrow(rank: int, bucket_size: int) -> Tensor:
+def in_blocks_of(rank: int, bucket_size: int) -> Tensor:
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         return quantization_perchannel_hook(state, bucket, bucket_size)
 
     return averaged(hook, [sample(rank, 1000)])[0]
 
 
-def test_a_bucket_size_is_the_block_of_the_codec() -> None:
+def blocks_of_128(rank: int, world: int) -> Tensor:
+    return in_blocks_of(rank, 128)
+
+
+def blocks_of_100(rank: int, world: int) -> Tensor:
+    return in_blocks_of(rank, 100)
+
+
+def tiny(rank: int, world: int) -> list[Tensor]:
+    return [averaged(hook, [1e-8 * sample(rank, 2048)])[0] for hook in CODECS]
+
+
+def with_an_infinity(rank: int, world: int) -> list[Tensor]:
+    x = sample(rank, 4096)
+    if rank == 0:
+        x[600] = torch.inf
+    return [averaged(hook, [x])[0] for hook in CODECS]
+
+
+def outside_of_the_group(rank: int, world: int) -> None:
+    averaged(quantization_pertensor_hook, [sample(rank, 10)], dist.new_group([0]))
+
+
+def counted(rank: int, world: int) -> int:
+    ncd.reset_stats()
+    averaged(quantization_perchannel_hook, [sample(rank, world * 4 * 512)])
+    return ncd.stats()["all_reduce"].sent_bytes
+
+
+def pytorchs_pertensor(rank: int, world: int) -> None:
+    averaged(theirs.quantization_pertensor_hook, [sample(rank, 1000)])
+
+
+def pytorchs_perchannel(rank: int, world: int) -> None:
+    averaged(theirs.quantization_perchannel_hook, [sample(rank, 1000)])
+
+
+SCENES: dict[int, list[Callable[[int, int], Any]]] = {
+    1: [exact, blocks_of_100],
+    2: [exact, registered_by_type, blocks_of_128, tiny, with_an_infinity, outside_of_the_group],
+    3: [exact, many_buckets, counted],
+}
+
+
+def play(rank: int, world: int, scenes: Sequence[Callable[[int, int], Any]]) -> dict[str, Any]:
+    """What each scene returned, or the error it ended with."""
+    found: dict[str, Any] = {}
+    for scene in scenes:
+        try:
+            found[scene.__name__] = scene(rank, world)
+        except Exception as error:
+            found[scene.__name__] = error
+        dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def played() -> Callable[[int, Callable[[int, int], Any]], list[Any]]:
+    """A scene's results on every rank of a world."""
+    known: dict[int, list[dict[str, Any]]] = {}
+
+    def of(world: int, scene: Callable[[int, int], Any]) -> list[Any]:
+        if world not in known:
+            known[world] = run(world, play, world, SCENES[world], timeout=200, group_timeout=100)
+        return [rank[scene.__name__] for rank in known[world]]
+
+    return of
+
+
+Played = Callable[[int, Callable[[int, int], Any]], list[Any]]
+
+
+# -- averages ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_bucket_ends_as_the_two_stage_average_bit_for_bit_in_its_own_dtype(world: int, played: Played) -> None:
+    assert played(world, exact) == [None] * world
+
+
+def test_many_buckets_are_in_flight_for_three_steps_and_none_is_taken_for_another(played: Played) -> None:
+    assert played(3, many_buckets) == [None] * 3
+
+
+def test_hooks_registered_by_type_are_as_close_as_pytorchs_tests_ask(played: Played) -> None:
+    assert played(2, registered_by_type) == [None] * 2
+
+
+def test_pytorchs_own_hooks_crash_on_gloo() -> None:
+    for found in run(2, play, 2, [pytorchs_pertensor, pytorchs_perchannel]):
+        assert ["IndexError" in repr(error) for error in found.values()] == [True, True]
+
+
+def test_a_bucket_size_is_the_block_of_the_codec(played: Played) -> None:
     everyone = [sample(peer, 1000) for peer in range(2)]
     expected = model.all_reduce(nc.codec("int8:block=128,zero_point=true"), everyone, 2)
-    assert all(torch.equal(found, expected) for found in run(2, narrow, 128))
+    assert all(torch.equal(found, expected) for found in played(2, blocks_of_128))
+
+
+def test_a_bucket_size_that_no_codec_has_is_refused_by_its_name(played: Played) -> None:
+    (error,) = played(1, blocks_of_100)
+    assert isinstance(error, errors.SpecError)
+    assert "bucket_size=100: " in str(error)
+    assert "multiple of 8" in str(error)
+
+
+def test_a_hook_with_a_group_that_the_rank_is_not_in_says_so(played: Played) -> None:
+    inside, outside = played(2, outside_of_the_group)
+    assert inside is None
+    assert isinstance(outside, errors.CollectiveError)
+    assert "process_group: this rank is not in it" in str(outside)
+    assert "or with None" in str(outside)
 
 
 # -- what PyTorch's hooks get wrong ------------------------------------------------------------------------------------
 
 
-def counted(rank: int) -> int:
-    ncd.reset_stats()
-    averaged(quantization_perchannel_hook, [sample(rank, 4 * 512 * 3)])
-    return ncd.stats()["all_reduce"].sent_bytes
+def test_a_rank_sends_two_parts_of_each_bucket_and_no_block_more_than_it_has(played: Played) -> None:
+    # Each of 3 ranks owns 4 blocks of 512: codes, a scale of 4 bytes and a zero point for each, a multiple of 16 bytes.
+    row = -(-(4 * 512 + 4 * 4 + 4) // 16) * 16
+    assert played(3, counted) == [2 * 2 * row + 2 * header_bytes(3)] * 3
 
 
-def test_a_rank_sends_two_parts_of_each_bucket_and_no_block_more_than_it_has() -> None:
-    # Each of 4 ranks owns 3 blocks of 512: codes, a scale of 4 bytes and a zero point for each, a multiple of 16 bytes.
-    row = -(-(3 * 512 + 3 * 4 + 3) // 16) * 16
-    sent = run(4, counted)
-    assert sent == [2 * 3 * row + 3 * header_bytes(4)] * 4
-    # PyTorch's sends the codes of the whole tensor to each of 3 others, and a block of padding that is not needed.
-    assert sent[0] < 0.6 * 3 * (4 * 512 * 3 + 512)
-
-
-def tiny(rank: int) -> list[Tensor]:
-    return [averaged(hook, [1e-8 * sample(rank, 2048)])[0] for hook in CODECS]
-
-
-def test_tiny_gradients_keep_their_eight_bits() -> None:
+def test_tiny_gradients_keep_their_eight_bits(played: Played) -> None:
     everyone = [1e-8 * sample(peer, 2048) for peer in range(2)]
     exact = (everyone[0] + everyone[1]) / 2
-    for codec, found in zip(CODECS.values(), run(2, tiny)[0], strict=True):
+    for codec, found in zip(CODECS.values(), played(2, tiny)[0], strict=True):
         bound = model.all_reduce_bound(nc.codec(codec), everyone, 2)
         assert bool(((found - exact).abs() <= bound).all())
         assert bound.max() < exact.abs().max() / 100  # the bound says something
@@ -194,44 +264,14 @@ def test_pytorchs_formula_makes_zeros_of_tiny_gradients() -> None:
     assert theirs._dequantize_per_tensor_backend(codes, scale, zero_point).count_nonzero() == 0
 
 
-def with_an_infinity(rank: int) -> list[Tensor]:
-    found = []
-    for hook in CODECS:
-        x = sample(rank, 4096)
-        if rank == 0:
-            x[600] = torch.inf
-        found.append(averaged(hook, [x])[0])
-    return found
-
-
-def test_an_infinity_makes_nan_of_its_own_group_on_every_rank() -> None:
+def test_an_infinity_makes_nan_of_its_own_group_on_every_rank(played: Played) -> None:
     # Ranks own 2048 elements each: "per tensor" a group each, per channel in groups of 512.
-    first, second = run(2, with_an_infinity)
+    first, second = played(2, with_an_infinity)
     for here, there, group in zip(first, second, (2048, 512), strict=True):
         start = 600 // group * group
         assert bool(here[start : start + group].isnan().all())
         assert here.isnan().sum() == group
         assert torch.equal(here.isnan(), there.isnan())
-
-
-def outside(rank: int) -> None:
-    group = dist.new_group([0])
-    averaged(quantization_pertensor_hook, [sample(rank, 10)], group)
-
-
-def test_a_hook_with_a_group_that_the_rank_is_not_in_says_so() -> None:
-    error = outcomes_of(2, outside)[1].error
-    assert error is not None
-    assert "process_group: this rank is not in it" in str(error)
-
-
-def refused(rank: int) -> None:
-    with pytest.raises(errors.SpecError, match=r"bucket_size=100: .*share a scale.*multiple of 8"):
-        narrow(rank, 100)
-
-
-def test_a_bucket_size_that_no_codec_has_is_refused_by_its_name() -> None:
-    run(1, refused)
 
 
 # -- the same numbers --------------------------------------------------------------------------------------------------
