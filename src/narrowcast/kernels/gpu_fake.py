@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from narrowcast.kernels.gpu_arguments import on, seen
-from narrowcast.kernels.gpu_codes import WHOLE, WHOLE_BITS, as_bits, as_float, reciprocal, to_float32, to_output
+from narrowcast.kernels.gpu_codes import NATIVE, WHOLE, WHOLE_BITS, as_bits, as_float, reciprocal, to_float32, to_output
 from narrowcast.kernels.gpu_levels import count_below, count_near, lookup
 from narrowcast.kernels.gpu_tables import Cells, lay_out
 from narrowcast.kernels.layout import Grid
@@ -33,6 +33,8 @@ NARROW = 64
 
 OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 REMEMBERED = 256
+LARGEST = tl.constexpr(3.3e38)
+"""A little below bf16's largest, so that rounding cannot pass it."""
 
 
 # -- the kernel -----------------------------------------------------------------------------------------------------
@@ -53,6 +55,13 @@ def nearest_level(v, low, high, levels, cells, slope, middle, bend, reach,
             code = count_below(v, cells, slope, middle, CELLS, STEPS, SEARCHED, False)
         q = as_float(lookup(levels, code, LEVELS))
     return tl.where(v != v, v, q)
+
+
+@triton.jit
+def as_bf16(value):
+    """fp32 below bf16's largest as the bits of bf16: what `to_output` gives, in fewer instructions."""
+    bits = value.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    return tl.where(value != value, 0x7FC0, bits)
 
 
 @triton.jit
@@ -85,7 +94,13 @@ def fake_kernel(out, sums, x, grad, scale, rows, columns, channels, inner, low, 
         value = q * by
         if UNIFORM:
             value = value + 0.0
-        tl.store(out + at, to_output(value, OUTPUT, False), mask=there)
+        if OUTPUT == "bf16" and NATIVE:
+            if tl.max(tl.abs(by)) * tl.maximum(tl.abs(low), tl.abs(high)) < LARGEST:  # nothing to saturate
+                tl.store(out + at, as_bf16(value), mask=there)
+            else:
+                tl.store(out + at, to_output(value, OUTPUT, False), mask=there)
+        else:
+            tl.store(out + at, to_output(value, OUTPUT, False), mask=there)
 
 
 # -- launches -------------------------------------------------------------------------------------------------------
