@@ -1,9 +1,9 @@
 """Models in checkpoints: the one place where modules and files meet.
 
 `save` writes a model's state dict, encoded weights as their bytes. `load` reads it back without quantizing again: a
-float model, on a device or on meta, takes on the encodings of the file first; a quantized one must have them already.
-Tensors are mapped from the disk and assigned as they are: no copy on the CPU, one on its way to another device, no
-change of dtype. Names that were tied are one tensor again.
+float model, on a device or on meta, takes on the encodings of the file first, and its quantizers of inputs; a quantized
+one must have them already. Tensors are mapped from the disk and assigned as they are: no copy on the CPU, one on its
+way to another device, no change of dtype. Names that were tied are one tensor again.
 
 Everything is checked before the model changes, on a twin of it that has no memory, so an error leaves it as it was.
 """
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.codecs import codec
-from narrowcast.errors import CheckpointError, ModelMismatchError
-from narrowcast.nn import adopt, encodings
+from narrowcast.errors import CheckpointError, ModelMismatchError, StateDictError
+from narrowcast.nn import FakeQuantize, adopt, encodings
+from narrowcast.nn.input_grids import Inputs, adopt_inputs, input_keys, quantized_inputs
+from narrowcast.nn.slots import join
 from narrowcast.payload import EncodedRows, Encoding
 
 if TYPE_CHECKING:
@@ -43,8 +45,9 @@ def save(
     """
     from narrowcast import checkpoint
 
-    state = state_of(model_or_state) if isinstance(model_or_state, nn.Module) else model_or_state
-    checkpoint.save_state(state, path, metadata=metadata, max_shard_size=max_shard_size)
+    given = model_or_state
+    state, inputs = (state_of(given), quantized_inputs(given)) if isinstance(given, nn.Module) else (given, None)
+    checkpoint.save_state(state, path, metadata=metadata, max_shard_size=max_shard_size, inputs=inputs)
 
 
 def state_of(model: nn.Module) -> State:
@@ -78,38 +81,65 @@ def load(
     if not isinstance(model, nn.Module):
         raise CheckpointError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     found = checkpoint.read(path)
-    sources = _sources(found, model, strict)
+    inputs = _new_inputs(found, model)
+    sources = _sources(found, model, inputs, strict)
     new = _new_encodings(found, model, sources)
-    _check_shapes(found, model, new, sources)
+    _check_fit(found, model, new, inputs, sources)
     if strict:
         _check_meta_buffers(model)
     if verify:
         found.verify()
-    if new:
+    if new or inputs:
         adopt(model, new)
+        adopt_inputs(model, inputs)
     _assign(found, model, sources, device)
     return model
 
 
-def _sources(found: Checkpoint, model: nn.Module, strict: bool) -> dict[str, str]:
+def _new_inputs(found: Checkpoint, model: nn.Module) -> Inputs:
+    """The layers that have to take on a quantizer of their inputs. One that a layer has must be the file's."""
+    own, packed, modules = quantized_inputs(model), encodings(model), dict(model.named_modules(remove_duplicate=False))
+    for layer, said in found.inputs.items():
+        if own.get(layer, said) != said or (join(layer, "weight") in packed and layer not in own):
+            here, there = (
+                f"{which[layer][0].spec!r}, signed={which[layer][1]}" if layer in which else "not quantized"
+                for which in (own, found.inputs)
+            )
+            raise ModelMismatchError(
+                f"{found.path}: inputs of {layer!r} are {here} in the model, but {there} in the file. Load into the "
+                "float model, which takes on what the file has. The model is as it was."
+            )
+    return {layer: said for layer, said in found.inputs.items() if layer in modules and layer not in own}
+
+
+def _sources(found: Checkpoint, model: nn.Module, inputs: Inputs, strict: bool) -> dict[str, str]:
     """For each key of the model, the stored tensor that it gets."""
-    keys = model.state_dict(keep_vars=True)
+    present = model.state_dict(keep_vars=True)
+    keys = [*present, *(key for layer in inputs for key in input_keys(layer))]
     stored = {name: name for name in found.file_of} | found.tied
     sources = {key: stored[key] for key in keys if key in stored}
     # Writers that know no ties leave all names of a tensor out but one: the model knows which those are.
-    by_tensor = {id(keys[key]): source for key, source in sources.items()}
+    by_tensor = {id(present[key]): source for key, source in sources.items() if key in present}
     sources |= {
-        key: by_tensor[id(value)] for key, value in keys.items() if id(value) in by_tensor and key not in stored
+        key: by_tensor[id(value)] for key, value in present.items() if id(value) in by_tensor and key not in stored
     }
     missing = [key for key in keys if key not in sources]
     unexpected = [name for name in stored if name not in keys]
     if strict and (missing or unexpected):
         raise ModelMismatchError(
             f"{found.path} does not fit the model: {_some(missing)} missing from the file, {_some(unexpected)} not in "
-            "the model. It is a checkpoint of another model, or of a part of one (a prefix more or less); strict=False "
-            "loads what both have. The model is as it was."
+            f"the model. {_usual_cause(found, unexpected)}; strict=False loads what both have. The model is as it was."
         )
     return sources
+
+
+def _usual_cause(found: Checkpoint, unexpected: list[str]) -> str:
+    if any("input_quantizer." in name for name in unexpected) and not found.inputs:
+        return (
+            "It has quantized inputs, but does not say on which grid: it was saved from a state dict. Load it into a "
+            "model that was prepared and converted the same way, or save the model itself"
+        )
+    return "It is a checkpoint of another model, or of a part of one (a prefix more or less)"
 
 
 def _some(names: list[str]) -> str:
@@ -148,13 +178,20 @@ def _words(encoding: Encoding) -> str:
     return f"{encoding.codec.spec!r} of {str(encoding.dtype).removeprefix('torch.')} {list(encoding.shape)}"
 
 
-def _check_shapes(found: Checkpoint, model: nn.Module, new: dict[str, Encoding], sources: Mapping[str, str]) -> None:
+def _check_fit(
+    found: Checkpoint, model: nn.Module, new: dict[str, Encoding], inputs: Inputs, sources: Mapping[str, str]
+) -> None:
+    """Whether the model can become what the file has, and every tensor be what the model has then."""
     twin = model
-    if new:
+    if new or inputs:
         twin = _twin(model)
         adopt(twin, new)
+        adopt_inputs(twin, inputs)
     keys, stored = twin.state_dict(), found.stored
+    grids = {key for name, module in twin.named_modules() for key in _checked_grid(found, module, name, sources)}
     for key, source in sources.items():
+        if key in grids:
+            continue
         there, here = stored[source], keys[key]
         alike = there.dtype == here.dtype or (there.dtype.is_floating_point and here.dtype.is_floating_point)
         if not alike or there.shape != tuple(here.shape):
@@ -162,6 +199,18 @@ def _check_shapes(found: Checkpoint, model: nn.Module, new: dict[str, Encoding],
                 f"{found.path}: {key!r} is {there.dtype} {list(there.shape)} in the file and {here.dtype} "
                 f"{list(here.shape)} in the model. It is a checkpoint of another model. The model is as it was."
             )
+
+
+def _checked_grid(found: Checkpoint, module: nn.Module, name: str, sources: Mapping[str, str]) -> list[str]:
+    """The keys of a quantizer's levels and clips, which it accepts itself: it takes on the sign of the file's grid."""
+    if not isinstance(module, FakeQuantize):
+        return []
+    keys = [key for key in (join(name, "levels"), join(name, "alpha")) if key in sources]
+    try:
+        fits = module.check_state({key: found.tensor(sources[key]) for key in keys}, join(name, ""))
+    except StateDictError as error:
+        raise ModelMismatchError(f"{found.path}: {error} The model is as it was.") from error
+    return keys if fits else []
 
 
 def _twin(model: nn.Module) -> nn.Module:
@@ -175,8 +224,9 @@ def _twin(model: nn.Module) -> nn.Module:
 
 
 def _check_meta_buffers(model: nn.Module) -> None:
-    persistent = model.state_dict().keys()
-    left = [name for name, value in model.named_buffers() if value.is_meta and value.numel() and name not in persistent]
+    known = {*model.state_dict()}
+    known |= {join(name, own) for name, module in model.named_modules() for own in getattr(module, "made_on_load", ())}
+    left = [name for name, value in model.named_buffers() if value.is_meta and value.numel() and name not in known]
     if left:
         raise ModelMismatchError(
             f"model: the buffers {left[:5]} are on meta, and files do not hold them: they are not persistent. Give "

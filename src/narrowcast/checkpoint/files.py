@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.checkpoint.header import Contents, Stored, header
+from narrowcast.codecs import Codec
 from narrowcast.errors import CheckpointError
 from narrowcast.payload import Encoding
 
@@ -92,6 +93,7 @@ def write_tensors(
     tied: dict[str, str],
     user: dict[str, object],
     advance: Callable[[int], None] = lambda count: None,
+    inputs: Mapping[str, tuple[Codec, bool]] | None = None,
 ) -> Contents:
     """Write a safetensors file tensor by tensor, holding one at a time; tell `advance` the bytes as they are written.
 
@@ -99,7 +101,7 @@ def write_tensors(
     """
     ordered = sorted(entries, key=_alignment)
     encodings = {entry.name: entry.encoding for entry in ordered if entry.encoding is not None}
-    contents = Contents({entry.name: entry.stored for entry in ordered}, encodings, {}, tied, user)
+    contents = Contents({entry.name: entry.stored for entry in ordered}, encodings, {}, tied, user, dict(inputs or {}))
     start = header(contents)
     if len(start) > HEADER_LIMIT:
         raise CheckpointError(

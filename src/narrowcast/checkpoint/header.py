@@ -2,7 +2,8 @@
 
     __metadata__ = {"format": "pt", "narrowcast": TEXT, "narrowcast.crc32": SEAL}
     TEXT         = JSON: version 1; tensors: {name: {codec, shape, dtype}} of the encoded ones;
-                   checksums: {name: crc32} of every tensor's bytes; tied: {alias: name}; user: anything
+                   checksums: {name: crc32} of every tensor's bytes; tied: {alias: name}; user: anything;
+                   inputs, where there are any: {layer: {codec, signed}} of layers that quantize their inputs
 
 An encoded weight is stored as U8 [..., row_bytes] under its own name. The seal is a CRC-32 over the names, dtypes and
 shapes of the header and over TEXT, so that no byte of the description can change unnoticed; one of the two keys without
@@ -77,6 +78,13 @@ class Contents:
     checksums: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     user: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, tuple[Codec, bool]] = field(default_factory=dict)
+    """Of layers that quantize their inputs: the codec, and whether its grid is signed."""
+
+
+def clip_of(layer: str) -> str:
+    """The name of the clip of a layer's inputs, which is in the file that describes them."""
+    return f"{layer}.input_quantizer.alpha" if layer else "input_quantizer.alpha"
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -84,15 +92,18 @@ class Contents:
 
 def header(contents: Contents) -> bytes:
     """The first bytes of the file. Their number does not depend on the checksums; tensors begin at a multiple of 64."""
-    text = json.dumps(
-        {
-            "version": VERSION,
-            "tensors": {name: describe(encoding) for name, encoding in contents.encodings.items()},
-            "checksums": {name: contents.checksums.get(name, UNKNOWN) for name in contents.tensors},
-            "tied": contents.tied,
-            "user": contents.user,
+    about: dict[str, Any] = {
+        "version": VERSION,
+        "tensors": {name: describe(encoding) for name, encoding in contents.encodings.items()},
+        "checksums": {name: contents.checksums.get(name, UNKNOWN) for name in contents.tensors},
+        "tied": contents.tied,
+        "user": contents.user,
+    }
+    if contents.inputs:
+        about["inputs"] = {
+            layer: {"codec": own.spec, "signed": signed} for layer, (own, signed) in contents.inputs.items()
         }
-    )
+    text = json.dumps(about)
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", TEXT: text, SEAL: _seal(contents.tensors, text)}}
     start = 0
     for name, stored in contents.tensors.items():
@@ -212,7 +223,20 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], where: str) -> C
                 "itself. The metadata is damaged or another file's."
             )
     encodings = {name: _encoding(entry, name, tensors, where) for name, entry in parts["tensors"].items()}
-    return Contents(tensors, encodings, checksums, tied, parts["user"])
+    said = _object(about.get("inputs", {}), "inputs", where)
+    inputs = {layer: _input(entry, layer, {*tensors, *tied}, where) for layer, entry in said.items()}
+    return Contents(tensors, encodings, checksums, tied, parts["user"], inputs)
+
+
+def _input(entry: object, layer: str, names: set[str], where: str) -> tuple[Codec, bool]:
+    about = _object(entry, f"the description of the inputs of {layer!r}", where)
+    signed = about.get("signed")
+    if clip_of(layer) not in names or not isinstance(signed, bool):
+        raise CheckpointError(
+            f"{where}: the inputs of {layer!r} are said to be quantized, with signed={_short(signed)}, but signed is "
+            f"true or false, and {clip_of(layer)!r} a tensor of the file. The metadata is damaged or another file's."
+        )
+    return _codec(about.get("codec"), layer, where), signed
 
 
 def _encoding(entry: object, name: str, tensors: dict[str, Stored], where: str) -> Encoding:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from narrowcast.checkpoint.files import HEADER_LIMIT, checksum
 from narrowcast.checkpoint.header import Stored, contents_of, parse
+from narrowcast.codecs import Codec
 from narrowcast.errors import CheckpointError, MissingFileError
 from narrowcast.payload import EncodedRows, Encoding
 
@@ -73,6 +74,8 @@ class Checkpoint:
         """What the encoded ones stand for, tied names included."""
         self.tied: dict[str, str] = {}
         self.user: dict[str, Any] = {}
+        self.inputs: dict[str, tuple[Codec, bool]] = {}
+        """Of layers that quantize their inputs: the codec, and whether its grid is signed."""
         for file in files:
             self._add(file)
 
@@ -89,6 +92,7 @@ class Checkpoint:
         self.encodings |= own | {alias: own[name] for alias, name in tied.items() if name in own}
         self.tied |= tied
         self.user |= file.contents.user
+        self.inputs |= file.contents.inputs
 
     def tensor(self, name: str) -> Tensor:
         """One tensor as it is stored, mapped; nothing else of its file is."""

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from narrowcast.checkpoint.files import Entry, Staging, sync, write_tensors
-from narrowcast.checkpoint.header import NAMES, Stored
+from narrowcast.checkpoint.header import NAMES, Stored, clip_of
 from narrowcast.checkpoint.reading import INDEX, SINGLE
+from narrowcast.codecs import Codec
 from narrowcast.errors import CheckpointError
 from narrowcast.payload import EncodedRows, Encoding
 
@@ -38,29 +39,41 @@ def save_state(
     *,
     metadata: Mapping[str, Any] | None = None,
     max_shard_size: int | str = "5GB",
+    inputs: Mapping[str, tuple[Codec, bool]] | None = None,
 ) -> None:
-    """Write a state dict to a file or a folder. `metadata`: anything that JSON can say."""
+    """Write a state dict to a file or a folder. `metadata`: anything that JSON can say.
+
+    `inputs`: the layers that quantize their inputs, by name: the codec, and whether its grid is signed.
+    """
     path, user, limit = Path(path), _plain(metadata), size_in_bytes(max_shard_size)
     entries, tied = plan(state)
     if path.suffix == ".safetensors" and not path.is_dir():
         with Staging(path.parent) as staging:
             with staging.file(path.name) as file:
-                write_tensors(file, entries, tied, user)
+                write_tensors(file, entries, tied, user, inputs=inputs)
             staging.publish()
         return
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"path={str(path)!r}: is a file. Name a folder, or a file that ends in .safetensors.")
     path.mkdir(parents=True, exist_ok=True)
-    _save_folder(path, shards(entries, limit), tied, user)
+    _save_folder(path, shards(entries, limit), tied, user, inputs or {})
 
 
-def _save_folder(folder: Path, groups: Sequence[Sequence[Entry]], tied: dict[str, str], user: dict[str, Any]) -> None:
+def _save_folder(
+    folder: Path,
+    groups: Sequence[Sequence[Entry]],
+    tied: dict[str, str],
+    user: dict[str, Any],
+    inputs: Mapping[str, tuple[Codec, bool]],
+) -> None:
     names = shard_names(len(groups))
     with Staging(folder) as staging:
         for name, group in zip(names, groups, strict=True):
             with staging.file(name) as file:
                 held = {entry.name for entry in group}
-                write_tensors(file, group, {alias: own for alias, own in tied.items() if own in held}, user)
+                aliases = {alias: own for alias, own in tied.items() if own in held}
+                described = {name: said for name, said in inputs.items() if clip_of(name) in held | aliases.keys()}
+                write_tensors(file, group, aliases, user, inputs=described)
         if len(groups) > 1:
             with staging.file(INDEX) as file:
                 file.write(index(dict(zip(names, groups, strict=True))))

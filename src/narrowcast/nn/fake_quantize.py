@@ -59,6 +59,8 @@ class FakeQuantize(nn.Module):
     started: Tensor
     floored: Tensor
     observer: Observer | None
+    made_on_load = ("thresholds",)
+    """Buffers that no file holds, and that loading a state dict makes."""
 
     def __init__(
         self,
@@ -279,8 +281,8 @@ class FakeQuantize(nn.Module):
             raise StateDictError(
                 f"state_dict[{prefix + 'levels'!r}]: it was trained on another grid, with {levels.numel()} levels from "
                 f"{float(levels[0]):g} to {float(levels[-1]):g}, and this one is {self.codec.spec!r}, with "
-                f"{self.levels.numel()} from {float(self.levels[0]):g} to {float(self.levels[-1]):g}. Prepare the "
-                "model with the codecs (and signs) it was trained with. Nothing was loaded."
+                f"{_described(grids)}. Prepare the model with the codecs (and signs) it was trained with. Nothing was "
+                "loaded."
             )
         if self.alpha.numel() and alpha.shape != self.alpha.shape:
             raise StateDictError(
@@ -297,6 +299,8 @@ class FakeQuantize(nn.Module):
             if not self.alpha.numel():
                 self.alpha.data = torch.ones_like(state_dict[prefix + "alpha"], device=self.alpha.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        if found is not None and self.levels.device != self.thresholds.device:  # assigned to a model on meta
+            self.thresholds = found.grid.thresholds.to(self.levels.device)
         if self.started.device.type != "meta":
             self._ready = bool(self.started)
 
@@ -304,6 +308,13 @@ class FakeQuantize(nn.Module):
         kind = f"{self.codec.spec!r}, channel_axis={self.channel_axis}, learn={self.alpha.requires_grad}"
         sign = "signed" if self._signed else "unsigned"
         return f"{kind}, {sign}" + ("" if self._ready else ", not started")
+
+
+def _described(grids: list[CodecGrid]) -> str:
+    ranges = [
+        f"{len(levels)} from {levels[0]:g} to {levels[-1]:g}" for levels in (m.grid.levels.tolist() for m in grids)
+    ]
+    return " or ".join(ranges)
 
 
 def _surely_good(sizes: Tensor) -> bool:

@@ -3,12 +3,11 @@
 `convert_` turns each layer of `prepare_qat_` into the packed layer of the same kind, whose rows decode to exactly the
 weight that training used: codes are those of its levels, the stored scale is the learned one. Layers with quantized
 inputs become integer layers where both grids are integers that fit a byte, else packed layers behind a quantizer (see
-quantized_input.py). Everything is checked before the first layer changes.
+input_grids.py). Everything is checked before the first layer changes.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,27 +15,16 @@ from torch import Tensor, nn
 
 from narrowcast.errors import CalibrationError, QuantizeError
 from narrowcast.kernels.fake import fake_quantize
-from narrowcast.nn import quantized_input as inputs
 from narrowcast.nn.convert import as_module, finish
-from narrowcast.nn.encoded import Encoded, Held, as_parameter, become, hold
+from narrowcast.nn.encoded import Held, as_parameter, become, hold
 from narrowcast.nn.fake_quantize import FakeQuantize
 from narrowcast.nn.grids import write_rows
+from narrowcast.nn.input_grids import QUANTIZER, layer_class
 from narrowcast.nn.prepare import check_state_dict, signal_to_noise
 from narrowcast.nn.qat import Trained, untrain
+from narrowcast.nn.quantized_input import IntegerLayer
 from narrowcast.nn.report import Entry, Report
 from narrowcast.nn.slots import TARGETS, join
-
-INTEGER: dict[type[nn.Module], type[Encoded]] = {
-    nn.Linear: inputs.IntegerLinear,
-    nn.Conv1d: inputs.IntegerConv1d,
-    nn.Conv2d: inputs.IntegerConv2d,
-}
-FLOAT: dict[type[nn.Module], type[Encoded]] = {
-    nn.Linear: inputs.QuantizedInputLinear,
-    nn.Conv1d: inputs.QuantizedInputConv1d,
-    nn.Conv2d: inputs.QuantizedInputConv2d,
-    nn.Conv3d: inputs.QuantizedInputConv3d,
-}
 
 
 class Packed(NamedTuple):
@@ -128,26 +116,19 @@ def exact_weight(quantizer: FakeQuantize, weight: Tensor) -> tuple[Tensor, Tenso
 def _change(module: Trained, packed: Packed) -> None:
     base = next(kind for kind in TARGETS if isinstance(module, kind))
     quantizer, dtype = module.input_quantizer, module.weight.dtype
-    integer = quantizer is not None and _fits_bytes(module, quantizer)
+    target = TARGETS[base]
+    if quantizer is not None:
+        target = layer_class(base, tuple(module.weight.shape), module.weight_quantizer.made, quantizer.made)
     untrain(module)
-    target = TARGETS[base] if quantizer is None else INTEGER[base] if integer else FLOAT[base]
     become(module, target, dtype)
     hold(module, "weight", packed.data, packed.held)
     if quantizer is not None:
         quantizer.signed = quantizer._signed  # decided once and for all
         quantizer.alpha.requires_grad_(False)
         quantizer.observer = None
-        module.add_module("input_quantizer", quantizer)
-    if isinstance(module, inputs.IntegerLayer):
+        module.add_module(QUANTIZER, quantizer)
+    if isinstance(module, IntegerLayer):
         module.unpack()
-
-
-def _fits_bytes(module: Trained, quantizer: FakeQuantize) -> bool:
-    """Whether a layer's operands are int8, and zero is one of the input's levels, which padding needs."""
-    weights, made = module.weight_quantizer.made, quantizer.made
-    fits = weights.integer_offset() == 0 and made.integer_offset() is not None
-    long = math.prod(module.weight.shape[1:]) >= 2**17  # where a sum of products may not fit an int32
-    return fits and not long and bool((made.grid.levels == 0).any()) and isinstance(module, tuple(INTEGER))
 
 
 def _drop_hook(model: nn.Module) -> None:

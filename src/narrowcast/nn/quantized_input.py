@@ -34,7 +34,9 @@ from narrowcast.nn.grids import row_scales
 from narrowcast.nn.linear import Linear, as_autocast
 
 
-class _QuantizedInput(OneWeight):
+class QuantizedInput(OneWeight):
+    """What layers share that quantize their inputs in floats."""
+
     input_quantizer: FakeQuantize
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,19 +47,19 @@ class _QuantizedInput(OneWeight):
         del self.input_quantizer
 
 
-class QuantizedInputLinear(_QuantizedInput, Linear):
+class QuantizedInputLinear(QuantizedInput, Linear):
     """A packed Linear behind a quantizer of its input."""
 
 
-class QuantizedInputConv1d(_QuantizedInput, Conv1d):
+class QuantizedInputConv1d(QuantizedInput, Conv1d):
     """A packed Conv1d behind a quantizer of its input."""
 
 
-class QuantizedInputConv2d(_QuantizedInput, Conv2d):
+class QuantizedInputConv2d(QuantizedInput, Conv2d):
     """A packed Conv2d behind a quantizer of its input."""
 
 
-class QuantizedInputConv3d(_QuantizedInput, Conv3d):
+class QuantizedInputConv3d(QuantizedInput, Conv3d):
     """A packed Conv3d behind a quantizer of its input."""
 
 
@@ -69,10 +71,20 @@ class IntegerLayer(OneWeight):
     weight_integers: Tensor
     weight_scales: Tensor
     weight_sums: Tensor
+    made_on_load = "weight_integers", "weight_scales", "weight_sums"
 
     def _leave(self) -> None:
-        for name in ("input_quantizer", "weight_integers", "weight_scales", "weight_sums"):
+        for name in ("input_quantizer", *self.made_on_load):
             delattr(self, name)
+
+    def reserve(self) -> None:
+        """Room for the operands of rows that are still to be loaded."""
+        (rows, *size), device = self._held["weight"].shape, self.weight.device
+        self._hold(
+            torch.empty(rows, math.prod(size), dtype=torch.int8, device=device),
+            torch.empty(rows, device=device),
+            torch.empty(rows, dtype=torch.int64, device=device),
+        )
 
     def unpack(self) -> None:
         """Make the int8 operands of the rows; `convert_` and `load_state_dict` do."""
@@ -81,9 +93,11 @@ class IntegerLayer(OneWeight):
         scales = row_scales(self.weight.detach(), held.codec, numel)
         values = held.codec.decode(self.weight.detach(), numel, torch.float32)
         integers = (values / scales.view(-1, 1)).round().to(torch.int8)
-        self.register_buffer("weight_integers", integers, persistent=False)
-        self.register_buffer("weight_scales", scales, persistent=False)
-        self.register_buffer("weight_sums", integers.sum(1, dtype=torch.int64), persistent=False)
+        self._hold(integers, scales, integers.sum(1, dtype=torch.int64))
+
+    def _hold(self, *operands: Tensor) -> None:
+        for name, operand in zip(self.made_on_load, operands, strict=True):
+            self.register_buffer(name, operand, persistent=False)
 
     @property
     def offset(self) -> int:
