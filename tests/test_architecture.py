@@ -14,7 +14,10 @@ import narrowcast as nc
 
 SOURCE = Path(nc.__file__).parent
 EXTERNAL = {"numpy", "torch", "safetensors", "typer", "rich", "triton"} | set(sys.stdlib_module_names)
-EXTRAS = {"integrations": {"transformers", "compressed_tensors", "huggingface_hub"}, "cli": {"matplotlib"}}
+EXTRAS = {
+    "integrations": {"accelerate", "compressed_tensors", "huggingface_hub", "lightning", "transformers"},
+    "cli": {"matplotlib"},
+}
 
 # Each part, and the other parts of narrowcast that it may import. Everything above integrations may be imported by it.
 BELOW = {"errors", "kernels", "codecs", "payload"}

@@ -2,8 +2,11 @@
 
     narrowcast.integrations.transformers         NarrowcastConfig: quantize in `from_pretrained`, save, load again
     narrowcast.integrations.compressed_tensors   export: a folder in the format that vLLM and others read
+    narrowcast.integrations.accelerate           compress_gradients, with Accelerate's checkpoints
+    narrowcast.integrations.hf_trainer           CompressGradients: a callback for the Trainer of transformers
+    narrowcast.integrations.lightning            CompressGradients: a callback for Lightning's Trainer
 
-Both need `pip install 'narrowcast[hf]'`.
+They need `pip install 'narrowcast[hf]'`, the last one `pip install 'narrowcast[lightning]'`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["compressed_tensors", "transformers"]
+__all__ = ["accelerate", "compressed_tensors", "hf_trainer", "lightning", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

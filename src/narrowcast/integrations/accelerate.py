@@ -1,0 +1,70 @@
+"""Compressed gradients under Accelerate.
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    compress_gradients(accelerator, model, "int4")
+
+A prepared model is a DistributedDataParallel, so `narrowcast.compress_gradients(model, "int4")` works as well. What is
+added here is the checkpoint: `accelerator.save_state` and `load_state` carry what each rank still owes, one file per
+rank. (`accelerator.register_for_checkpointing` would save the first rank's for all.)
+
+`load_state` goes on from what was saved: call it after `compress_gradients`. Called before, the model is loaded and
+compression starts afresh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from narrowcast import compress_gradients as compress
+from narrowcast.distributed import GradientCompression
+from narrowcast.distributed.collectives import AnyCodec
+from narrowcast.errors import ModelKindError
+from narrowcast.integrations import rank_states
+
+try:
+    from accelerate import Accelerator
+except ImportError as error:
+    raise ImportError(
+        "narrowcast.integrations.accelerate needs the package accelerate. Run: pip install 'narrowcast[hf]'"
+    ) from error
+
+_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""How many models of each accelerator have been given: checkpoints tell them apart by their order."""
+
+
+def compress_gradients(
+    accelerator: Accelerator,
+    model: nn.Module,
+    codec: AnyCodec | None = "int8",
+    *,
+    residuals: bool = True,
+    **options: Any,
+) -> GradientCompression:
+    """Compress the gradients of a prepared model, and keep their state in the accelerator's checkpoints.
+
+    `residuals=False` leaves the residuals out of checkpoints, and does not look for them there: they are as large as
+    the gradients, on every rank. `options` are those of `narrowcast.compress_gradients`.
+    """
+    try:
+        state = compress(model, codec, **options)
+    except ModelKindError as error:
+        raise ModelKindError(
+            f"model: {type(model).__name__} exchanges no gradients. Pass what accelerator.prepare(model) returns, in a "
+            "run of at least two processes (accelerate launch --num_processes 2, or torchrun): with one, Accelerate "
+            "leaves a model as it is."
+        ) from error
+    number = _numbers[accelerator] = _numbers.get(accelerator, -1) + 1
+
+    def save(models: Sequence[nn.Module], weights: Sequence[dict[str, Tensor]], folder: str) -> None:
+        rank_states.save(state, folder, residuals, number)
+
+    def load(models: Sequence[nn.Module], folder: str) -> None:
+        rank_states.load(state, folder, residuals, number)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    return state
