@@ -48,8 +48,8 @@ from training_rivals import METHODS  # noqa: E402
 
 RANKS = 4
 MODELS: dict[str, dict[str, Any]] = {
-    "large": {"config": asdict(GPTConfig(layers=6, width=384, heads=6, context=64)), "batch": 2, "rate": 1e-3},
-    "small": {"config": asdict(GPTConfig(layers=4, width=128, heads=4, context=64)), "batch": 4, "rate": 3e-3},
+    "large": {"config": asdict(GPTConfig(layers=6, width=384, heads=6, context=64)), "batch": 2, "rate": 5e-4},
+    "small": {"config": asdict(GPTConfig(layers=4, width=128, heads=4, context=64)), "batch": 4, "rate": 1e-3},
     "tiny": {"config": asdict(GPTConfig(layers=1, width=32, heads=2, context=32)), "batch": 2, "rate": 3e-3},
 }
 """Shape, sequences a step and rank, and learning rate; `tiny` is for trying the bench itself."""
