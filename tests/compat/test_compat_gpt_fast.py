@@ -176,6 +176,16 @@ def test_a_layer_of_the_constructor_is_zero_until_something_is_loaded() -> None:
     assert layer(torch.ones(5)).tolist() == [5.0, 10.0, 15.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_scales_have_the_models_dtype_and_not_always_bf16(dtype: torch.dtype) -> None:
+    model = nn.Linear(64, 48).to(dtype)
+    codes, scales, _ = dynamically_quantize_per_channel(model.weight.detach().float(), -128, 127, torch.int8)
+    layer = converted(model)
+    assert torch.equal(layer.weight, codes)
+    assert torch.equal(layer.scales, scales.to(dtype))
+    assert layer.scales.dtype == dtype
+
+
 def test_scales_are_rounded_with_the_model() -> None:
     layer = converted(nn.Linear(64, 48))
     scales = layer.scales.clone()

@@ -1,8 +1,8 @@
 """A linear layer whose weights are additive powers of two.
 
 Where the grid has at most 256 sums, as unsigned ones of up to 8 bits and signed ones of up to 6 bits with k=2 do, the
-weights are encoded rows (a table of the sums, gamma as every row's scale) and the product is `codec.linear`'s. On larger
-grids they are held as fp32.
+weights are encoded rows (a table of the sums, gamma as every row's scale) and the product is `codec.linear`'s. On
+larger grids they are held as fp32.
 """
 
 from __future__ import annotations
