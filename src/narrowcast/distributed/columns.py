@@ -86,9 +86,9 @@ def worth_rows(numel: int, ranks: int) -> bool:
     return numel >= UNIT * ranks
 
 
-def chunks(name: str, numel: int, ranks: int) -> list[Chunk]:
-    """All chunks of a parameter."""
-    part = -(-numel // (ranks * UNIT)) * UNIT
+def chunks(name: str, numel: int, ranks: int, part: int = 0) -> list[Chunk]:
+    """All chunks of a parameter; `part` is how much of it a rank owns, where that is not for this page to say."""
+    part = part or -(-numel // (ranks * UNIT)) * UNIT
     width = max(1, CHUNK // (ranks * UNIT)) * UNIT
     return [Chunk(name, numel, ranks, part, start, min(width, part - start)) for start in range(0, part, width)]
 

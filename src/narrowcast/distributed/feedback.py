@@ -100,10 +100,11 @@ def leave_residual(meant: Tensor, sent: Tensor) -> None:
 
 
 class Residuals:
-    """The residuals of one rank, by parameter."""
+    """The residuals of one rank, by parameter. Without `owners`, sums are not quantized and have none."""
 
-    def __init__(self, mode: Mode, ranks: int, rank: int) -> None:
+    def __init__(self, mode: Mode, ranks: int, rank: int, owners: bool = True) -> None:
         self.mode = mode
+        self.owners = owners
         self.ranks = ranks
         self.rank = rank
         self._matrices: dict[PieceLayout, tuple[Tensor | None, Tensor | None]] = {}
@@ -115,10 +116,12 @@ class Residuals:
         found = self._matrices.get(piece)
         if found is None:
             columns = piece.columns
-            sender = torch.zeros(self.ranks, columns, device=device) if self.mode is True else None
-            found = self._matrices[piece] = sender, torch.zeros(columns, device=device)
+            sender = torch.zeros(piece.ranks, columns, device=device) if self.mode is True else None
+            owner = torch.zeros(columns, device=device) if self.owners else None
+            found = self._matrices[piece] = sender, owner
             for chunk, _, span in piece.spans():
-                self._move_in(piece, chunk, None if sender is None else sender[:, span], found[1][span])
+                rows = None if sender is None else sender[:, span]
+                self._move_in(piece, chunk, rows, None if owner is None else owner[span])
         return found
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -140,26 +143,26 @@ class Residuals:
         self._places.clear()
         self._loaded = dict(named)
 
-    def _move_in(self, piece: PieceLayout, chunk: Chunk, sender: Tensor | None, owner: Tensor) -> None:
+    def _move_in(self, piece: PieceLayout, chunk: Chunk, sender: Tensor | None, owner: Tensor | None) -> None:
         key = chunk.name, chunk.start
         old = self._places.get(key)
         if old is not None:
             home, _, old_sender, old_owner = old
             if sender is not None and old_sender is not None:
                 sender.copy_(old_sender)
-            if old_owner is not None:
+            if owner is not None and old_owner is not None:
                 owner.copy_(old_owner)
             self._matrices.pop(home, None)  # were it used again, it would start from here
         elif chunk.name in self._loaded:
             self._settle(chunk, sender, owner)
         self._places[key] = piece, chunk, sender, owner
 
-    def _settle(self, chunk: Chunk, sender: Tensor | None, owner: Tensor) -> None:
+    def _settle(self, chunk: Chunk, sender: Tensor | None, owner: Tensor | None) -> None:
         loaded_sender, loaded_owner = self._loaded[chunk.name]
         if sender is not None and loaded_sender is not None:
             for place, values in zip(chunk.places(sender), chunk.elements(loaded_sender), strict=True):
                 place.copy_(values)
-        if loaded_owner is not None:
+        if owner is not None and loaded_owner is not None:
             count = chunk.owned(self.rank)
             owner[:count].copy_(loaded_owner[chunk.start : chunk.start + count])
         if all((chunk.name, c.start) in self._places for c in _others(chunk)):
@@ -168,17 +171,17 @@ class Residuals:
     def _gather(self, name: str, like: Chunk) -> tuple[Tensor | None, Tensor | None]:
         sender = torch.zeros(like.numel) if self.mode is True else None
         owned = max(0, min(like.part, like.numel - self.rank * like.part))
-        owner = torch.zeros(owned)
-        for chunk in chunks(name, like.numel, self.ranks):
+        owner = torch.zeros(owned) if self.owners else None
+        for chunk in (like, *_others(like)):
             _, _, matrix, row = self._places[name, chunk.start]
             if sender is not None and matrix is not None:
                 for place, values in zip(chunk.places(matrix), chunk.elements(sender), strict=True):
                     values.copy_(place)
-            if row is not None:
+            if owner is not None and row is not None:
                 count = chunk.owned(self.rank)
                 owner[chunk.start : chunk.start + count].copy_(row[:count])
         return sender, owner
 
 
 def _others(chunk: Chunk) -> list[Chunk]:
-    return [c for c in chunks(chunk.name, chunk.numel, chunk.ranks) if c.start != chunk.start]
+    return [c for c in chunks(chunk.name, chunk.numel, chunk.ranks, chunk.part) if c.start != chunk.start]
