@@ -30,6 +30,11 @@ SEARCHED = 1 << 20
 """Elements of one channel that are searched at most; of more, evenly spaced ones are taken."""
 
 
+def scale_of(clip: Tensor, top: float) -> Tensor:
+    """clip / top, rounded as it should be on every device: CUDA multiplies by 1 / top where that is a number."""
+    return clip / torch.full_like(clip, top)
+
+
 def check_start(start: object) -> str:
     if start not in STARTS:
         raise SpecError(f"start={start!r}: a clip starts from {', '.join(map(repr, STARTS))} of the data.")
@@ -74,7 +79,7 @@ def search(rows: Tensor, largest: Tensor, made: CodecGrid, weights: Tensor | Non
     rows = rows.contiguous()
     for fraction in FRACTIONS.tolist():
         clip = largest * fraction
-        error = (fake_quantize(rows, (clip / made.top).clamp(min=2.0**-126), grid, 0) - rows).square_()
+        error = (fake_quantize(rows, scale_of(clip, made.top).clamp(min=2.0**-126), grid, 0) - rows).square_()
         total = (error if weights is None else error * weights).sum(1)
         better = total < least
         best, least = torch.where(better, clip, best), torch.where(better, total, least)

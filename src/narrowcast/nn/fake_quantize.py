@@ -38,7 +38,7 @@ from narrowcast.codecs.rules import CodecLike
 from narrowcast.errors import CalibrationError, ClipWarning, ShapeError, SpecError, StateDictError
 from narrowcast.kernels.fake import fake_quantize
 from narrowcast.kernels.layout import Grid
-from narrowcast.nn.clips import check_start, clip_of
+from narrowcast.nn.clips import check_start, clip_of, scale_of
 from narrowcast.nn.grids import CodecGrid, codec_grid, has_unsigned, trainable
 from narrowcast.nn.normalize import Normalize
 from narrowcast.nn.observers import Observer, keep_dtype, make_observer
@@ -116,7 +116,7 @@ class FakeQuantize(nn.Module):
 
     def lookup(self, vectors: Tensor, index: Tensor, numel: int) -> Tensor:
         """Quantize some rows [n, dim] of a table of `numel` elements: those of channels `index`."""
-        scale = self._clip(numel) / self.top
+        scale = scale_of(self._clip(numel), self.top)
         axis = None if self.channel_axis is None else 0
         return fake_quantize(vectors, scale if axis is None else scale[index], self.grid, axis)
 
@@ -125,7 +125,7 @@ class FakeQuantize(nn.Module):
         if self.channel_axis is not None:
             _check_axis(x, self.channel_axis, self.alpha.numel())
         samples = 1 if self.batch_axis is None else max(x.shape[self.batch_axis], 1)
-        scale = self._clip(x.numel() // samples) / self.top
+        scale = scale_of(self._clip(x.numel() // samples), self.top)
         if self.normalize is None:
             return x, scale
         shifted, deviation = self._normalized(x)

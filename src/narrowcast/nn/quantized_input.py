@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from narrowcast.errors import ShapeError
 from narrowcast.kernels.fake import fake_quantize
 from narrowcast.kernels.integer import integer_linear
+from narrowcast.nn.clips import scale_of
 from narrowcast.nn.conv import Conv1d, Conv2d, Conv3d
 from narrowcast.nn.encoded import OneWeight
 from narrowcast.nn.fake_quantize import FakeQuantize
@@ -112,7 +113,7 @@ class IntegerLayer(OneWeight):
         return (fake_quantize(x.float(), scale, quantizer.grid, None) / scale).round()
 
     def input_scale(self) -> Tensor:
-        return self.input_quantizer.clip / self.input_quantizer.top
+        return scale_of(self.input_quantizer.clip, self.input_quantizer.top)
 
     def multiply(self, levels: Tensor, first: int = 0, last: int | None = None) -> Tensor:
         """Levels [batch, k] times the weights of outputs first to last: exact, int32 or int64 [batch, outputs]."""

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowcast.nn.clips import scale_of
 from narrowcast.nn.qat import QatLinear, Trained
 
 STRETCH = 0.1
@@ -77,7 +78,7 @@ def learn_rounding(name: str, layer: Trained, second: Second, steps: int) -> Rou
         quantizer.normalize = None
         quantizer.start_from(weight)
     rows, moment = _grouped(weight, second)
-    scale = (quantizer.clip / quantizer.top).expand(len(weight)).reshape(*rows.shape[:2], 1)
+    scale = scale_of(quantizer.clip, quantizer.top).expand(len(weight)).reshape(*rows.shape[:2], 1)
     lower, upper = _neighbours(rows / scale, quantizer.levels)
     nearest = torch.where(rows / scale - lower > upper - rows / scale, upper, lower) * scale
     with torch.enable_grad():
