@@ -63,13 +63,14 @@ class GradientPiece(Piece):
         self._take = exchange.coder.take
         self._scratch: Tensor | None = None
         self._sender: Tensor | None = None
+        self._owner: Tensor | None = None
         strips: list[Strip] = []
         if layout.exempt:
             self._exempt = self._memory("exempt", layout.exempt_numel)
             coder = exchange.coder.using(lossless(bucket.buffer.dtype))
             strips.append(Strip(coder, self._exempt.split(two_stage.split(layout.exempt_numel, exchange.size))))
         if layout.chunks:
-            strips += self._compressed(exchange.coder, exchange.size, exchange.rank)
+            strips += self._compressed(exchange.coder, exchange.size)
         super().__init__(exchange, strips, index, eager=False)
 
     def send_parts(self) -> None:
@@ -80,12 +81,11 @@ class GradientPiece(Piece):
         super().collect()
         self._scatter()
 
-    def _compressed(self, coder: Coder, ranks: int, rank: int) -> list[Strip]:
+    def _compressed(self, coder: Coder, ranks: int) -> list[Strip]:
         layout, residuals, buffer = self._layout, self._bucket.residuals, self._bucket.buffer
         self._scratch = results = self._memory("gradients", ranks * layout.columns).view(ranks, layout.columns)
-        owner = None
         if residuals is not None:
-            self._sender, owner = residuals.of(layout, buffer.device)
+            self._sender, self._owner = residuals.of(layout, buffer.device)
         source = results if self._sender is None else self._sender
         spans = [(key_of(chunk), span) for chunk, _, span in layout.spans()]
         if not chunk_by_chunk(coder.codec):
@@ -97,7 +97,7 @@ class GradientPiece(Piece):
                 results[:, span].unbind(),
                 key,
                 keeps=self._sender is not None,
-                owner=None if owner is None else owner[span],
+                owner=None if self._owner is None else self._owner[span],
                 probe=self._bucket.probe,
             )
             for key, span in spans
@@ -114,9 +114,7 @@ class GradientPiece(Piece):
             torch._foreach_add_(self._places(self._sender), gradients)
         else:
             torch._foreach_copy_(self._places(self._scratch), gradients)
-            padding = [p for chunk, _, span in self._layout.spans() for p in chunk.padding(self._scratch[:, span])]
-            if padding:
-                torch._foreach_zero_(padding)
+            self._clear_padding(self._scratch)
 
     def _scatter(self) -> None:
         """Write the averages over the gradients."""
@@ -124,6 +122,13 @@ class GradientPiece(Piece):
             torch._foreach_copy_(self._exempt_gradients(), self._exempt_places())
         if self._scratch is not None:
             torch._foreach_copy_(self._gradients(), self._places(self._scratch))
+        # Not every codec gives zeros back for zeros. What is left of them is not saved, and would tell a run that was
+        # resumed from one that was not stopped.
+        if self._sender is not None:
+            self._clear_padding(self._sender)
+        if self._owner is not None:
+            for chunk, _, span in self._layout.spans():
+                self._owner[span][chunk.owned(self.rank) :].zero_()
 
     def _gradients(self) -> list[Tensor]:
         buffer = self._bucket.buffer
@@ -135,6 +140,11 @@ class GradientPiece(Piece):
 
     def _places(self, matrix: Tensor) -> list[Tensor]:
         return [place for chunk, _, span in self._layout.spans() for place in chunk.places(matrix[:, span])]
+
+    def _clear_padding(self, matrix: Tensor) -> None:
+        padding = [p for chunk, _, span in self._layout.spans() for p in chunk.padding(matrix[:, span])]
+        if padding:
+            torch._foreach_zero_(padding)
 
     def _exempt_gradients(self) -> list[Tensor]:
         return [self._bucket.buffer[offset : offset + numel] for offset, numel in self._layout.exempt]
