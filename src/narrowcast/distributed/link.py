@@ -47,9 +47,9 @@ FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 27
 PAYLOAD = 0.95
 """The share of a link's bits that is left for rows: 1,448 bytes of every frame of 1,514 to 1,538."""
 
-MESSAGE_S = {"cpu": 80e-6, "cuda": 5e-6}
-"""What a row takes its sender and its receiver, and a step of the ring too. gloo: the processor time that all_reduce of
-few elements took more on 8 ranks than on 2, for each row. NCCL: assumed."""
+MESSAGE_S = {"cpu": 130e-6, "cuda": 5e-6}
+"""What a row to a peer and one from it take the lane's thread, and about what a step takes gloo's: half of what the
+processor time of a small all_reduce grew by with every rank, from 4 to 16 (a Xeon). NCCL: assumed."""
 
 FEW = 64
 """Elements for each rank of a tensor whose bytes cost nothing."""
@@ -125,8 +125,11 @@ def members(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
     return found
 
 
-def slowest(peers: Peers, values: Sequence[float]) -> list[float]:
-    """The largest that any rank gave of each of `values`: the same bits on every rank. A collective."""
+def slowest(peers: Peers, values: Sequence[float], about: str = "") -> list[float]:
+    """The largest that any rank gave of each of `values`: the same bits on every rank. A collective.
+
+    What the values are `about` must be the same on all ranks.
+    """
     mine = torch.tensor(values, dtype=torch.float64).view(torch.uint8).to(peers.device)
     rows = torch.empty(peers.size, mine.numel(), dtype=torch.uint8, device=peers.device)
     rows[peers.rank] = mine
@@ -135,7 +138,7 @@ def slowest(peers: Peers, values: Sequence[float]) -> list[float]:
         exchange.agree()
         exchange.share(list(rows))
 
-    _launch(peers, as_codec("raw"), f"values={len(values)}", protocol, rows)
+    _launch(peers, as_codec("raw"), f"values={len(values)}{about}", protocol, rows)
     largest: list[float] = rows.cpu().view(torch.float64).amax(0).tolist()
     return largest
 

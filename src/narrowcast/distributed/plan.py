@@ -37,7 +37,7 @@ from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments, columns, two_stage
 from narrowcast.distributed.agreement import header_bytes
 from narrowcast.distributed.gradient_options import Mode, mode_of
-from narrowcast.distributed.link import STREAM_S, Link, average, measure_link, members, timed
+from narrowcast.distributed.link import STREAM_S, Link, average, measure_link, members, slowest, timed
 from narrowcast.distributed.peers import Peers, peers_of
 from narrowcast.distributed.speed import CodecSpeed, measure_codecs
 from narrowcast.distributed.wire import EAGER
@@ -188,7 +188,7 @@ def choose(predictions: Sequence[Prediction], margin: float = MARGIN) -> tuple[P
     fastest = min(predictions, key=lambda p: p.seconds)
     close = [p for p in predictions if p.seconds <= (1 + margin) * fastest.seconds]
     best = min(close, key=lambda p: (p.noise, p.codec != NONE, p.seconds))
-    if best is fastest and best.codec == NONE:
+    if best.codec == NONE and best.seconds <= fastest.seconds:
         return best, "none: no codec is faster."
     if best is fastest:
         return best, f"{best.codec}: the fastest, and nothing more precise is within {margin:.0%} of it."
@@ -218,6 +218,12 @@ def decide(
     eager: int = EAGER,
 ) -> Plan:
     """The plan for `buckets` (numbers of elements) on a link, with codecs of these speeds. Nothing is measured."""
+    if not buckets or min(buckets) < 1:
+        raise SpecError(
+            f"buckets={list(buckets)[:8]}: numbers of elements, at least one. buckets_of(params) gives some."
+        )
+    if ranks < 2:
+        raise SpecError(f"ranks={ranks}: gradients travel between two ranks or more.")
     options: dict[str, Any] = {"gradients": gradients, "error_feedback": error_feedback, "eager": eager}
     found = [predict_plain(buckets, ranks, link, dtype)]
     found += [predict(buckets, ranks, link, as_codec(spec), speed, **options) for spec, speed in speeds.items()]
@@ -253,6 +259,9 @@ def plan(
     given = candidates_for(dtype, error_feedback) if candidates is None else candidates
     codecs = [as_codec(each) for each in given if each != NONE]
     ranks = peers.size
+    wanted = ",".join(codec.spec for codec in codecs)
+    about = f", codecs={wanted}, margin={margin}, error_feedback={error_feedback}, dtype={dtype}, buckets={[*buckets]}"
+    slowest(peers, [0.0], about)  # all ranks ask for the same plan
     link = measure_link(found, where, dtype=dtype, purpose=purpose)
     probe = codecs[-1] if codecs else as_codec("int8")
     speeds = measure_codecs(dict.fromkeys([*codecs, probe]), where, ranks=ranks, peers=peers)
