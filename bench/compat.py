@@ -14,8 +14,8 @@
 
 A figure is the median over rounds in which both take turns. But for the hooks, time is the processor time of the
 calling thread, with one thread, so that other processes count little. Of the hooks it is the wall clock's, of the
-slowest rank. `limit` is what the same run took for moving the bytes alone: a copy of the input, reading the int8 weights
-once, and for the hooks gloo's all_reduce of the fp32 tensor, which is what they are to beat.
+slowest rank. `limit` is what the same run took for moving the bytes alone: a copy of the input, reading the int8
+weights once, and for the hooks gloo's all_reduce of the fp32 tensor, which is what they are to beat.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ device.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from narrowcast.kernels.fake import Grid, fake_quantize
 
 WIDEST = 256
 """The most levels that the kernels hold; larger grids are searched by torch."""
+REMEMBERED = 64
+_grids: OrderedDict[tuple[object, ...], tuple[Tensor, Grid]] = OrderedDict()
+"""Grids by where their levels lie, with these, so that the memory is not another tensor's."""
 
 
 def float_to_apot(x: Tensor | float, levels: Tensor, indices: Tensor, alpha: Tensor | float) -> Tensor:
@@ -27,31 +31,48 @@ def float_to_apot(x: Tensor | float, levels: Tensor, indices: Tensor, alpha: Ten
             "x: holds a NaN, and no code stands for one. Usually a training run diverged: look at the tensor first, or "
             "pass x.nan_to_num(). quant_dequant_APoT and APoTFakeQuantize keep NaN as it is."
         )
-    return indices.to(values.device)[_place(clipped(values, alpha), levels.to(values.device))]
+    levels = levels.to(values.device)
+    first = torch.searchsorted(levels, levels)  # of equals
+    return indices.to(values.device)[first][_place(clipped(values, alpha), levels)]
 
 
 def apot_to_float(x_apot: Tensor | int, levels: Tensor, indices: Tensor) -> Tensor:
     """The levels that codes stand for."""
     codes = torch.as_tensor(x_apot).long()
-    ordered, place = indices.to(codes.device).sort()
-    found = torch.searchsorted(ordered, codes.contiguous()).clamp_(max=len(ordered) - 1)
-    if not bool((ordered[found] == codes).all()):
+    indices = indices.to(codes.device)
+    by_code = levels.new_full((int(indices.max()) + 1,), math.nan, device=codes.device)
+    by_code[indices] = levels.to(codes.device)
+    known = not codes.numel() or (int(codes.min()) >= 0 and int(codes.max()) < len(by_code))
+    values = by_code[codes] if known else by_code
+    # Codes with a gap between them, which no observer gives, leave a NaN there.
+    if not known or (len(by_code) != len(indices) and bool(values.isnan().any())):
         raise PayloadError(
-            f"x_apot: holds a code that is none of the {len(ordered)} in indices, {int(ordered[0])} to "
-            f"{int(ordered[-1])}. The codes were made with another b, k or sign: use the quantizer that made them."
+            f"x_apot: holds a code that is none of the {len(indices)} in indices, {int(indices.min())} to "
+            f"{int(indices.max())}. The codes were made with another b, k or sign: use the quantizer that made them."
         )
-    return levels.to(codes.device)[place[found]]
+    return values
 
 
 def quant_dequant_util(x: Tensor | float, levels: Tensor, indices: Tensor | None = None) -> Tensor:
     """`x` at the nearest levels, in its own dtype; a NaN stays one. `indices` does not count."""
     values = _as_floats(x, levels)
-    distinct = torch.unique_consecutive(levels.to(values.device))
-    if len(distinct) > WIDEST:
-        nearest = distinct[_place(values, distinct)].to(values.dtype)
+    grid = _grid(levels.to(values.device))
+    if len(grid.levels) > WIDEST:
+        nearest = grid.levels[torch.searchsorted(grid.thresholds, values.float().contiguous())].to(values.dtype)
         return torch.where(values.isnan(), math.nan, nearest)
-    one = torch.ones(1, device=values.device)
-    return fake_quantize(values, one, Grid(distinct, thresholds(distinct), False), None)
+    return fake_quantize(values, torch.ones(1, device=values.device), grid, None)
+
+
+def _grid(levels: Tensor) -> Grid:
+    """What kernels take, made once for a tensor of levels: on a GPU, making it waits for the device."""
+    version = 0 if levels.is_inference() else levels._version
+    key = (str(levels.device), levels.data_ptr(), len(levels), version)
+    if key not in _grids:
+        distinct = torch.unique_consecutive(levels)
+        _grids[key] = levels, Grid(distinct, thresholds(distinct), False)
+        if len(_grids) > REMEMBERED:
+            _grids.popitem(last=False)
+    return _grids[key][1]
 
 
 def clipped(x: Tensor, alpha: Tensor | float) -> Tensor:
@@ -69,13 +90,12 @@ def thresholds(levels: Tensor) -> Tensor:
 
 
 def _place(values: Tensor, levels: Tensor) -> Tensor:
-    """Where in `levels` the nearest to each value is, the first of equals: how many thresholds lie below the value."""
+    """Where in `levels` the nearest to each value is: how many thresholds lie below it."""
     if values.dtype == torch.float64:
         bounds = (levels[1:].double() + levels[:-1].double()) / 2
     else:
         values, bounds = values.float(), thresholds(levels)
-    first = torch.searchsorted(levels, levels)
-    return first[torch.searchsorted(bounds, values.contiguous())]
+    return torch.searchsorted(bounds, values.contiguous())
 
 
 def _as_floats(x: Tensor | float, levels: Tensor) -> Tensor:
