@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,13 +121,14 @@ class GradientCompression:
         peers = self.agree(group, buffer)
         if self.codec is None and self._schedule is None:
             return self._as_torch_does(group, buffer, index, last)
-        codec, reason = self.codec_now()
+        codec, reason = self.codec_at(self.step)
         pieces = self._lay_out(parameters, offsets, peers, codec is None)
         found = BucketStats(index, buffer.numel(), sum(piece.exempt_numel for piece in pieces))
         if found.exempt == found.numel and codec is not None:
             codec, reason = None, "nothing to compress"
         found.codec, found.reason = None if codec is None else codec.spec, reason
-        work = self._start(peers, Bucket(buffer, pieces, self.residuals, self.probe_for(found)), found, codec)
+        bucket = Bucket(buffer, pieces, self.residuals, self.probe_for(found, self.step))
+        work = self._start(peers, bucket, found, codec)
         if last:
             self._clock.handed_over()
             self.step += 1
@@ -161,22 +162,35 @@ class GradientCompression:
         words = f"bucket {found.index}, dtype={buffer.dtype}, numel={found.numel}, exempt={found.exempt}"
         call = Call("gradients", lossless(buffer.dtype) if codec is None else codec, words)
 
-        def protocol(exchange: Exchange) -> None:
-            bucket.reduce(exchange)
-            found.sent_bytes = exchange.coder.meter.sent_bytes
-
         def job() -> list[Tensor]:
-            began = time.perf_counter()
-            with span("narrowcast::gradients"):
-                seed = _mixed(self._seed, step)
-                perform(peers, call, protocol, name="gradients", plain_bytes=found.plain_bytes, seed=seed)
-            self._clock.worked(began)
-            self._stats.count(found, bucket.probe)
+            self.perform(peers, call, bucket.reduce, found, bucket.probe, step)
             return [buffer]
 
         work = start(peers, "gradients", job, [buffer], True)
         assert work is not None
         return work
+
+    def perform(
+        self,
+        peers: Peers,
+        call: Call,
+        protocol: Callable[[Exchange], None],
+        found: BucketStats,
+        probe: Probe | None,
+        step: int,
+    ) -> None:
+        """Reduce a bucket here and now, and count what it costs."""
+
+        def counted(exchange: Exchange) -> None:
+            protocol(exchange)
+            found.sent_bytes = exchange.coder.meter.sent_bytes
+
+        began = time.perf_counter()
+        with span("narrowcast::gradients"):
+            seed = _mixed(self._seed, step)
+            perform(peers, call, counted, name="gradients", plain_bytes=found.plain_bytes, seed=seed)
+        self._clock.worked(began)
+        self._stats.count(found, probe)
 
     def _choose(self, group: dist.ProcessGroup, like: Tensor) -> None:
         """What "auto" means here."""
@@ -202,18 +216,18 @@ class GradientCompression:
         averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
         return averaged
 
-    def codec_now(self) -> tuple[Codec | None, str]:
-        """The codec of this step, or none and why."""
-        if self.step < self.warmup_steps:
+    def codec_at(self, step: int) -> tuple[Codec | None, str]:
+        """The codec of a step, or none and why."""
+        if step < self.warmup_steps:
             return None, "warm-up"
         if self._schedule is None:
             return self.codec, "codec=None"
-        given = self._schedule(self.step)
+        given = self._schedule(step)
         return (None, "schedule") if given is None else (for_gradients(as_codec(given)), "")
 
-    def probe_for(self, found: BucketStats) -> Probe | None:
+    def probe_for(self, found: BucketStats, step: int) -> Probe | None:
         """A probe, where it is time for one."""
-        if found.codec is None or not (self.step % PROBE_EVERY == 0 or self._stats.unprobed(found)):
+        if found.codec is None or not (step % PROBE_EVERY == 0 or self._stats.unprobed(found)):
             return None
         return Probe()
 
@@ -319,9 +333,6 @@ class GradientCompression:
                 "belong to a rank: load on each rank what that rank saved, on as many ranks. To start without "
                 'residuals, load {**state, "sender": {}, "owner": {}, "ranks": 0, "rank": 0}.'
             )
-
-
-# -- odds -------------------------------------------------------------------------------------------------------------
 
 
 def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
