@@ -110,7 +110,7 @@ def _ours(func: object) -> tuple[str, Collective]:
     """
     for name, own in _COLLECTIVES.items():
         ours = getattr(ncd, own)
-        if func is ours or func is getattr(dist, name, None):
+        if func is ours or (hasattr(dist, name) and func is getattr(dist, name)):
             return own, ours
     for ours in _functional():
         if func is ours:
