@@ -17,6 +17,7 @@ def run(code: str) -> str:
 
 def test_importing_narrowcast_loads_none_of_their_libraries() -> None:
     libraries = {"transformers", "compressed_tensors", "huggingface_hub", "matplotlib", "accelerate"}
+    libraries |= {"lightning", "tensorboard", "torch.utils.tensorboard"}
     code = f"import narrowcast, narrowcast.cli, sys; print(sorted({libraries!r} & set(sys.modules)))"
     assert run(code).split() == ["[]"]
 
@@ -27,14 +28,23 @@ def test_an_integration_is_loaded_when_it_is_named() -> None:
 
 
 def test_an_integration_that_does_not_exist_names_those_that_do() -> None:
-    with pytest.raises(AttributeError, match=r"'keras'. There are: compressed_tensors, transformers"):
+    with pytest.raises(AttributeError, match=r"'keras'. There are: accelerate, compressed_tensors, hf_trainer,"):
         _ = nc.integrations.keras
 
 
-@pytest.mark.parametrize(("library", "module"), [("transformers", "transformers"), ("compressed_tensors",) * 2])
-def test_without_its_library_an_integration_says_what_to_install(library: str, module: str) -> None:
+NEEDED = [
+    ("transformers", "transformers", "hf"),
+    ("compressed_tensors", "compressed_tensors", "hf"),
+    ("accelerate", "accelerate", "hf"),
+    ("transformers", "hf_trainer", "hf"),
+    ("lightning", "lightning", "lightning"),
+]
+
+
+@pytest.mark.parametrize(("library", "module", "extra"), NEEDED)
+def test_without_its_library_an_integration_says_what_to_install(library: str, module: str, extra: str) -> None:
     code = (
         f"import sys; sys.modules[{library!r}] = None\n"
         f"try:\n    import narrowcast.integrations.{module}\nexcept ImportError as error:\n    print(error)"
     )
-    assert "pip install 'narrowcast[hf]'" in run(code)
+    assert f"pip install 'narrowcast[{extra}]'" in run(code)

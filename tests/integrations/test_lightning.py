@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from narrowcast.errors import ModelKindError, StateDictError
 
-pytest.importorskip("lightning")
+# Looked for, not imported: that takes seconds, and the ranks do it.
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 
 EPOCHS, BATCHES = 3, 2
 

@@ -50,8 +50,8 @@ def load(compression: GradientCompression, folder: str | os.PathLike[str], resid
             return
     if not path.exists():
         raise MissingFileError(
-            f"{path}: the checkpoint holds no gradient state of rank {_rank()}. It was saved without compression, or by "
-            "fewer ranks. To go on from it without residuals, pass residuals=False."
+            f"{path}: the checkpoint holds no gradient state of rank {_rank()}. It was saved without compression, or "
+            "by fewer ranks. To go on from it without residuals, pass residuals=False."
         )
     _take(compression, torch.load(path, map_location="cpu", weights_only=True), residuals)
 
