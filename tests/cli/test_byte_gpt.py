@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,15 @@ from narrowcast.cli.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib
 from narrowcast.errors import MissingFileError, ShapeError
 
 SMALL = GPTConfig(layers=2, width=32, heads=2, context=16)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine would take most of the time here."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def parameters_of(config: GPTConfig) -> int:
@@ -60,7 +70,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others() -> None:
 
 def test_it_learns_a_text_by_heart_and_writes_it() -> None:
     text = torch.tensor(list(b"def double(x): return x + x\n" * 4), dtype=torch.uint8)
-    model = ByteGPT(SMALL)
+    model = ByteGPT(GPTConfig(layers=1, width=32, heads=2, context=16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for inputs, targets in itertools.islice(batches(text, 16, 8, seed=0), 150):
         loss = loss_of(model(inputs), targets)

@@ -1,0 +1,136 @@
+"""bench/training.py: its arithmetic, its memory of what is done, and the one rival that is written anew."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+
+import ranks
+
+import training_report as report
+from training import Results
+from training_rivals import METHODS, attach
+
+SETTINGS = {"steps": 100, "batch": 1, "ranks": 4, "rounds": 1, "turn": 1, "config": {"context": 8}}
+
+
+def run(*losses: float) -> dict[str, Any]:
+    curve = [[50 * (number + 1), loss] for number, loss in enumerate(losses)]
+    return {"settings": SETTINGS, "found": {"final": losses[-1], "curve": curve, "same_bits": True}}
+
+
+def cells() -> dict[str, Any]:
+    seconds = {"fp32": 10.0, "PowerSGD 4": 2.0, "int8": 2.5, "int4+EF": 1.0, "no exchange": 0.5}
+    found = {name: {"seconds": [each / 2, each, each * 2], "sent": [12.5e6 * each]} for name, each in seconds.items()}
+    return {
+        "speed/large/100mbit": {"settings": SETTINGS, "found": found},
+        "speed/small/100mbit": {"settings": SETTINGS, "found": found},
+        "quality/small/fp32/0": run(2.4, 2.0),
+        "quality/small/fp32/1": run(2.4, 2.0),
+        "quality/small/int4+EF/0": run(2.4, 2.01),
+        "quality/small/int4+EF/1": run(2.4, 2.05),
+        "quality/small/PowerSGD 4/0": run(2.4, 2.0),
+        "memory/small/fp32": {"found": {"peak": 10e6, "growth": 0, "kept_per_parameter": 0.0}},
+        "memory/small/int4+EF": {"found": {"peak": 15e6, "growth": 0, "kept_per_parameter": 5.0}},
+    }
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def test_speed_is_the_median_against_fp32_and_communication_what_is_left_beyond_compute() -> None:
+    text = "\n".join(report.speed_section("large", "100mbit", cells()["speed/large/100mbit"]))
+    assert (
+        "| int8 | 2.500 | 1.250 - 5.000 | 0.40 | 4.00 | 0.500 | 2.000 | 2.500 | 31.250 | 25.0% | >= 3.3x: ok |" in text
+    )
+    slow = copy.deepcopy(cells()["speed/large/100mbit"])
+    slow["found"]["int8"]["seconds"] = [4.0]
+    assert ">= 3.3x: MISSED" in "\n".join(report.speed_section("large", "100mbit", slow))
+
+
+def test_loss_is_compared_seed_by_seed_and_a_missed_target_is_called_so() -> None:
+    text = "\n".join(report.quality_section(cells(), "small"))
+    assert "| int4+EF | 2.0300 ± 0.0200 | +1.50% | +0.50% to +2.50% | 2 | yes | <= +1.0%: MISSED |" in text
+
+
+def test_a_run_that_failed_is_shown_as_failed() -> None:
+    failed = {**cells(), "quality/small/int4+EF/1": {"settings": SETTINGS, "found": {"failed": "why"}}}
+    assert "| int4+EF | failed in 1 of 2 |" in "\n".join(report.quality_section(failed, "small"))
+
+
+def test_a_loss_is_crossed_straight_between_two_points() -> None:
+    assert report.crossing([(10, 3.0), (20, 2.0)], 2.25) == 17.5
+    assert report.crossing([(10, 3.0), (20, 2.0)], 1.9) is None
+
+
+def test_plain_steps_of_a_warm_up_take_as_long_as_fp32() -> None:
+    seconds = {"fp32": 10.0, "PowerSGD 4": 2.0, "int4+EF": 1.0}
+    assert report.clock("int4+EF", 100, 100, seconds) == 100
+    assert report.clock("PowerSGD 4", 100, 100, seconds) == 10 * 10 + 90 * 2
+    assert report.clock("PowerSGD 4", 5, 100, seconds) == 50
+
+
+def test_the_race_names_the_first_and_whether_it_is_a_rival() -> None:
+    text = "\n".join(report.race_section(cells(), "small"))
+    # 5% above 2.0 is 2.1: int4 is there 30/37 of the way from its point at 50 steps to that at 100, at 1 second a step.
+    assert "+5%: int4+EF in 91 s, ahead of every rival (PowerSGD 4, 255 s)" in text
+    assert "| int4+EF | 77 | 91 | 99 | not reached |" in text
+
+
+def test_the_report_is_written_from_what_is_there(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    text = report.write(cells(), tmp_path, "about.")
+    assert (tmp_path / "training.md").read_text() == text
+    assert (tmp_path / "training.png").exists()
+    assert "| int4+EF | 5.00 | +5 | 0.0 |" in text
+    assert "Quality" not in report.write({"speed/large/100mbit": cells()["speed/large/100mbit"]}, tmp_path, "about.")
+
+
+def test_what_is_done_is_not_done_again_unless_it_failed_or_was_done_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "training.json"
+    Results(path, again=False).add("a", {"steps": 1}, {"final": 2.0})
+    Results(path, again=False).add("b", {"steps": 1}, {"failed": "why"})
+    later = Results(path, again=False)
+    assert later.cells["a"]["found"] == {"final": 2.0}
+    assert [later.missing(key, {"steps": 1}) for key in ("a", "b", "c")] == [False, True, True]
+    assert later.missing("a", {"steps": 2})
+    assert Results(path, again=True).missing("a", {"steps": 1})
+
+
+# -- the rival ---------------------------------------------------------------------------------------------------------
+
+
+def _gradient(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(rank)
+    inputs = torch.randn(8, 64)
+    model = nn.Linear(64, 32, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(0.1)
+    ddp, _ = attach(METHODS["per-tensor hook"], model, 0)
+    ddp(inputs).square().mean().backward()
+    alone = nn.Linear(64, 32, bias=False)
+    with torch.no_grad():
+        alone.weight.fill_(0.1)
+    alone(inputs).square().mean().backward()
+    assert model.weight.grad is not None
+    assert alone.weight.grad is not None
+    return model.weight.grad, alone.weight.grad
+
+
+def test_the_per_tensor_hook_averages_to_half_a_step_of_each_ranks_grid() -> None:
+    found = ranks.run(2, _gradient)
+    averaged, alone = [pair[0] for pair in found], torch.stack([pair[1] for pair in found])
+    assert torch.equal(averaged[0], averaged[1])
+    # Zero is on the grid, so a step is at most the range with zero in it over 255, and rounding loses half a step;
+    # the zero point is rounded as well, which moves the grid's ends by up to half a step and clips there.
+    steps = [(part.max().clamp(min=0) - part.min().clamp(max=0)).item() / 255 for part in alone]
+    error = (averaged[0] - alone.mean(0)).abs().max().item()
+    assert 0 < error <= sum(steps) / 2 * 1.001
