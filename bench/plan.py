@@ -1,10 +1,11 @@
 """Predictions of `narrowcast plan` beside the times that they predict, on a network in a box.
 
     python bench/plan.py                     every network below, as root: a table, and with --out FOLDER plan.{md,json}
-    ... --only 4x100mbit  --rounds 5  --codecs int8,int4
+    ... --only 4x100mbit  --rounds 5  --codecs int8,int4  --gradients
 
 On each network ranks make a plan (narrowcast.distributed.plan), then all_reduce the same buckets for real: gloo's own
-for "none", narrowcast.distributed.all_reduce for each codec. They take turns, round by round; a time is the slowest
+for "none", narrowcast.distributed.all_reduce for each codec, or with --gradients what compress_gradients does in its
+place, error feedback included below 8 bits. They take turns, round by round; a time is the slowest
 rank's for all buckets, the figure the median of the rounds, and `best` their best: what else the machine did
 meanwhile makes the difference. `predicted / measured` is what is to be within 25%.
 `loss` is what following the plan costs: the time of the codec that it chose, over that of the most precise codec within
@@ -23,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 from narrowcast import distributed as ncd  # noqa: E402
+from narrowcast.distributed.gradients import GradientCompression  # noqa: E402
 from narrowcast.distributed.plan import NONE, plan  # noqa: E402
 
 NETWORKS = {f"{ranks}x{rate}": (ranks, rate) for rate in ("100mbit", "1gbit", "unlimited") for ranks in (2, 4)}
@@ -43,9 +47,34 @@ BUCKETS = (1 << 18, 6_553_600)
 # -- a rank ----------------------------------------------------------------------------------------------------------
 
 
-def measure(buckets: list[int], codecs: list[str], rounds: int) -> dict[str, list[float]]:
+def contestants(tensors: list[torch.Tensor], codecs: list[str], gradients: bool) -> dict[str, Callable[[], object]]:
+    """What takes turns: each sums (gradients: averages) all tensors."""
+
+    def plain() -> None:
+        for x in tensors:
+            dist.all_reduce(x)
+
+    def reduced(codec: str) -> None:
+        for x in tensors:
+            ncd.all_reduce(x, codec=codec)
+
+    def averaged(state: GradientCompression) -> None:
+        last = len(tensors) - 1
+        for future in [state.reduce(x, [x], [0], i, i == last) for i, x in enumerate(tensors)]:
+            future.wait()
+
+    found: dict[str, Callable[[], object]] = {NONE: plain}
+    for codec in codecs:
+        found[codec] = (
+            partial(averaged, GradientCompression(codec, exempt=None)) if gradients else partial(reduced, codec)
+        )
+    return found
+
+
+def measure(buckets: list[int], codecs: list[str], rounds: int, gradients: bool) -> dict[str, list[float]]:
     """Seconds (slowest rank's) of each round for each codec, in turns."""
     tensors = [torch.randn(numel) for numel in buckets]
+    runs = contestants(tensors, codecs, gradients)
     found: dict[str, list[float]] = {name: [] for name in (NONE, *codecs)}
     for turn in range(rounds + 1):  # the first is a warm-up: it makes connections
         for name, seconds in found.items():
@@ -53,11 +82,7 @@ def measure(buckets: list[int], codecs: list[str], rounds: int) -> dict[str, lis
                 x.mul_(1 / dist.get_world_size())  # which the sum will undo
             dist.barrier()
             start = time.perf_counter()
-            for x in tensors:
-                if name == NONE:
-                    dist.all_reduce(x)
-                else:
-                    ncd.all_reduce(x, codec=name)
+            runs[name]()
             took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if turn:
@@ -70,9 +95,9 @@ def rank_main(job: dict[str, Any]) -> None:
     torch.manual_seed(int(os.environ["RANK"]))
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     start = time.perf_counter()
-    made = plan(job["buckets"], gradients=False, candidates=job["codecs"])
+    made = plan(job["buckets"], gradients=job["gradients"], candidates=job["codecs"])
     took = time.perf_counter() - start
-    found = measure(job["buckets"], job["codecs"], job["rounds"])
+    found = measure(job["buckets"], job["codecs"], job["rounds"], job["gradients"])
     if dist.get_rank() == 0:
         Path(job["output"]).write_text(json.dumps({"plan": made.as_dict(), "took": took, "found": found}))
     dist.barrier()
@@ -82,11 +107,14 @@ def rank_main(job: dict[str, Any]) -> None:
 # -- the driver ------------------------------------------------------------------------------------------------------
 
 
-def run(network: str, codecs: list[str], rounds: int, buckets: tuple[int, ...] = BUCKETS) -> dict[str, Any]:
+def run(
+    network: str, codecs: list[str], rounds: int, buckets: tuple[int, ...] = BUCKETS, gradients: bool = False
+) -> dict[str, Any]:
     """The plan, how long it took to make, and the times in fact, on one of the networks."""
     ranks, rate = NETWORKS[network]
     with tempfile.TemporaryDirectory() as folder:
-        job = {"codecs": codecs, "rounds": rounds, "buckets": buckets, "output": f"{folder}/out"}
+        job = {"codecs": codecs, "rounds": rounds, "buckets": buckets, "gradients": gradients}
+        job["output"] = f"{folder}/out"
         command = [
             sys.executable,
             str(HERE / "netlab"),
@@ -144,6 +172,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="networks, by the start of their names, with commas between them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--codecs", default="bf16,int8,int6,int4")
+    parser.add_argument("--gradients", action="store_true", help="what compress_gradients does, not all_reduce alone")
     parser.add_argument("--out", type=Path, help="folder for plan.md and plan.json")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -154,7 +183,7 @@ def main() -> None:
     raw: dict[str, Any] = {}
     for network in NETWORKS:
         if network.startswith(tuple(given.only.split(","))):
-            raw[network] = run(network, given.codecs.split(","), given.rounds)
+            raw[network] = run(network, given.codecs.split(","), given.rounds, gradients=given.gradients)
             made += rows(network, raw[network])
             print(markdown(rows(network, raw[network])), f"planned in {raw[network]['took']:.1f} s", flush=True)
             print(raw[network]["plan"]["link"], flush=True)
@@ -167,8 +196,9 @@ def main() -> None:
         head = f"# Predictions of all_reduce, and what it took\n\n{datetime.date.today()}, {machine}. "
         head += f"Command: `{' '.join(sys.argv)}`. What the columns mean stands at the top of bench/plan.py.\n\n"
         given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "plan.md").write_text(f"{head}{summary} Time to plan: {plans}.\n\n{markdown(made)}")
-        (given.out / "plan.json").write_text(json.dumps({"rows": made, "raw": raw}, indent=1))
+        name = "plan-gradients" if given.gradients else "plan"
+        (given.out / f"{name}.md").write_text(f"{head}{summary} Time to plan: {plans}.\n\n{markdown(made)}")
+        (given.out / f"{name}.json").write_text(json.dumps({"rows": made, "raw": raw}, indent=1))
 
 
 if __name__ == "__main__":

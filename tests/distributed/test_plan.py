@@ -297,6 +297,20 @@ def test_ranks_that_ask_for_different_plans_get_the_same_error() -> None:
     assert "margin=1.1" in first[1]
 
 
+def in_another_order(rank: int) -> str:
+    peers = peers_of(dist.distributed_c10d._get_default_group(), torch.device("cpu"))
+    with pytest.raises(errors.MismatchError) as caught:
+        measure_codecs([nc.codec(name) for name in ["int8", "int4"][:: 1 - 2 * rank]], peers=peers)
+    return str(caught.value)
+
+
+def test_numbers_of_one_codec_are_never_taken_for_anothers() -> None:
+    first, second = run(2, in_another_order)
+    assert first == second
+    assert "codecs=int8,int4" in first
+    assert "codecs=int4,int8" in first
+
+
 def alone(rank: int) -> tuple[Any, str]:
     with pytest.raises(errors.CollectiveError) as caught:
         measure_link()

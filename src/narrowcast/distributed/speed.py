@@ -68,7 +68,7 @@ def measure_codecs(
         for spec, (_, noise) in runs.items()
     ]
     if peers is not None:
-        agreed = slowest(peers, [value for values in found for value in values])
+        agreed = slowest(peers, [value for values in found for value in values], f", codecs={','.join(runs)}")
         found = [agreed[i * len(values) : (i + 1) * len(values)] for i, values in enumerate(found)]
     return {spec: CodecSpeed(*values) for spec, values in zip(runs, found, strict=True)}
 
