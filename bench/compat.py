@@ -12,10 +12,11 @@
     hooks     both DDP hooks over gloo, one process per rank on this machine, beside their protocol with PyTorch's own
               conversions: as they are, they crash on gloo, so what they gather is read from the lists they gave
 
-A figure is the median over rounds in which both take turns. But for the hooks, time is the processor time of the
-calling thread, with one thread, so that other processes count little. Of the hooks it is the wall clock's, of the
-slowest rank. `limit` is what the same run took for moving the bytes alone: a copy of the input, reading the int8
-weights once, and for the hooks gloo's all_reduce of the fp32 tensor, which is what they are to beat.
+A figure is the median over rounds in which both take turns. On one thread, time is the processor time of the calling
+thread, so that other processes count little; on several it is the wall clock's, and of the hooks the slowest rank's.
+The loops of PyTorch's files use one thread however many there are. `limit` is what the same run took for moving the
+bytes alone: a copy of the input, reading the int8 weights once, and for the hooks gloo's all_reduce of the fp32 tensor.
+On a machine by itself the wire costs nothing, so that this is hard to beat; bench/wire.py has links of a known rate.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from narrowcast.compat import quantization_hooks as ours
 
 RESULTS = Path(__file__).parent / "results"
 FEW, MANY = 200, 1 << 20
-CHANNELS, CHANNEL = 6_000_000 // 512, 512
+ELEMENTS, CHANNEL = 6_000_000, 512
 SHAPES = ((11008, 4096), (4096, 11008), (4096, 4096))
 Work = Callable[[], object]
 console = Console(width=max(130, Console().width))
@@ -78,18 +79,18 @@ class Line(NamedTuple):
         return [self.what, self.unit, *times, f"{self.ratio:,.1f}x", target]
 
 
-def turns(rounds: int, *works: Work) -> list[float]:
+def turns(rounds: int, *works: Work, clock: Callable[[], float] = time.thread_time) -> list[float]:
     """The median seconds of each, over rounds in which they take turns; a first round is not counted."""
     times = []
     for _ in range(rounds + 1):
-        times.append([seconds(work) for work in works])
+        times.append([seconds(work, clock) for work in works])
     return [statistics.median(column) for column in zip(*times[1:], strict=True)]
 
 
-def seconds(work: Work) -> float:
-    began = time.thread_time()
+def seconds(work: Work, clock: Callable[[], float]) -> float:
+    began = clock()
     work()
-    return time.thread_time() - began
+    return clock() - began
 
 
 # -- additive powers of two -------------------------------------------------------------------------------------------
@@ -144,32 +145,37 @@ def seconds_each(rounds: int, work: Work) -> float:
 
 
 def channel_lines(rounds: int) -> list[Line]:
-    x = torch.randn(CHANNELS, CHANNEL) * 1e-3
-    target = torch.empty_like(x)
+    flat = torch.randn(ELEMENTS) * 1e-3
+    x = flat[: ELEMENTS // CHANNEL * CHANNEL].view(-1, CHANNEL)
     low, high = x.amin(1).clamp(max=0), x.amax(1).clamp(min=0)
     scale = (high - low) / 255
     zero = (-low / scale).round()
-    codec = nc.codec("int8:block=512,zero_point=true")
     coded = theirs._quantize_per_channel_backend(x, scale, zero)
     assert torch.equal(coded, ours._quantize_per_channel_backend(x, scale, zero))
+    codec, target = nc.codec(f"int8:block={CHANNEL},zero_point=true"), torch.empty_like(flat)
+    out = torch.empty(1, codec.row_bytes(ELEMENTS), dtype=torch.uint8)  # as the hooks have it: room that is there
 
     def observed() -> Tensor:
+        padded = F.pad(flat, (0, CHANNEL - ELEMENTS % CHANNEL)).view(-1, CHANNEL)
         observer = torch.ao.quantization.PerChannelMinMaxObserver()
-        observer(x)
-        return theirs._quantize_per_channel_backend(x, *observer.calculate_qparams())
+        observer(padded)
+        return theirs._quantize_per_channel_backend(padded, *observer.calculate_qparams())
 
-    copied = seconds_each(rounds, lambda: target.copy_(x))
-    out = torch.empty(1, codec.row_bytes(x.numel()), dtype=torch.uint8)  # as the hooks have it: room that is there
-    given = scale, zero
-    pairs: list[tuple[str, Work, Work, float | None]] = [
-        ("quantize, scales given", *both("_quantize_per_channel_backend", x, *given), None),
-        ("dequantize, scales given", *both("_dequantize_per_channel_backend", coded, *given), None),
-        ("quantize as the hooks do", observed, lambda: codec.encode(x.view(1, -1), out=out), 100),
+    copied = seconds_each(rounds, lambda: target.copy_(flat))
+    hooks: tuple[Work, Work] = observed, lambda: codec.encode(flat.view(1, -1), out=out)
+    pairs: list[tuple[str, tuple[Work, Work], int]] = [
+        ("quantize, scales given", both("_quantize_per_channel_backend", x, scale, zero), 1),
+        ("dequantize, scales given", both("_dequantize_per_channel_backend", coded, scale, zero), 1),
+        ("quantize as the hooks do", hooks, 1),
+        ("quantize as the hooks do", hooks, os.cpu_count() or 1),
     ]
     lines = []
-    for name, original, here, aim in pairs:
-        took = turns(rounds, original, here)
-        lines.append(Line(f"per channel: {name}, 6M", "ms", *took, copied, aim))
+    for name, contenders, threads in pairs:
+        torch.set_num_threads(threads)
+        took = turns(rounds, *contenders, clock=time.thread_time if threads == 1 else time.perf_counter)
+        named = f"per channel: {name}, 6M, {threads} thread{'s' if threads > 1 else ''}"
+        lines.append(Line(named, "ms", *took, copied, 100 if threads > 1 else None))
+    torch.set_num_threads(1)
     return lines
 
 
