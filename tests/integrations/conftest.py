@@ -1,4 +1,7 @@
-"""Hugging Face's libraries need Python 3.11; on 3.10 the extra `hf` leaves them out. Ranks: those of tests/distributed."""
+"""Hugging Face's libraries need Python 3.11; on 3.10 the extra `hf` leaves them out.
+
+Ranks are those of tests/distributed.
+"""
 
 from __future__ import annotations
 

@@ -32,19 +32,22 @@ def test_an_integration_that_does_not_exist_names_those_that_do() -> None:
         _ = nc.integrations.keras
 
 
-NEEDED = [
-    ("transformers", "transformers", "hf"),
-    ("compressed_tensors", "compressed_tensors", "hf"),
-    ("accelerate", "accelerate", "hf"),
-    ("transformers", "hf_trainer", "hf"),
-    ("lightning", "lightning", "lightning"),
-]
-
-
-@pytest.mark.parametrize(("library", "module", "extra"), NEEDED)
-def test_without_its_library_an_integration_says_what_to_install(library: str, module: str, extra: str) -> None:
+def test_without_its_library_an_integration_says_what_to_install() -> None:
+    needed = {
+        "accelerate": ("accelerate", "hf"),
+        "compressed_tensors": ("compressed_tensors", "hf"),
+        "hf_trainer": ("transformers", "hf"),
+        "lightning": ("lightning", "lightning"),
+        "transformers": ("transformers", "hf"),
+    }
     code = (
-        f"import sys; sys.modules[{library!r}] = None\n"
-        f"try:\n    import narrowcast.integrations.{module}\nexcept ImportError as error:\n    print(error)"
+        f"import sys, importlib; sys.modules.update(dict.fromkeys({[library for library, _ in needed.values()]!r}))\n"
+        f"for module in {list(needed)!r}:\n"
+        "    try:\n        importlib.import_module(f'narrowcast.integrations.{module}')\n"
+        "    except ImportError as error:\n        print(error)"
     )
-    assert f"pip install 'narrowcast[{extra}]'" in run(code)
+    said = run(code).splitlines()
+    assert sorted(needed) == nc.integrations.__all__
+    for (module, (_, extra)), words in zip(needed.items(), said, strict=True):
+        assert words.startswith(f"narrowcast.integrations.{module} needs ")
+        assert f"pip install 'narrowcast[{extra}]'" in words
