@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import narrowcast as nc
+from narrowcast import public
 
 SOURCE = Path(nc.__file__).parent
 EXTERNAL = {"numpy", "torch", "safetensors", "typer", "rich", "triton"} | set(sys.stdlib_module_names)
@@ -35,6 +36,7 @@ ARROWS = {
     "integrations": ABOVE,
     "compat": ABOVE,
     "cli": ABOVE | {"integrations", "compat"},
+    "public": ABOVE | {"integrations", "compat"},
 }
 
 
@@ -68,7 +70,7 @@ def forbidden(source: str, module: str) -> list[str]:
         other = part_of(name)
         if other and other != part and other in ARROWS and other not in ARROWS.get(part, set(ARROWS)):
             wrong.append(name)
-        if name == "narrowcast" and part not in ("", "cli", "integrations", "compat"):
+        if name == "narrowcast" and part not in ("", "cli", "integrations", "compat", "public"):
             wrong.append(name)
     return wrong
 
@@ -126,6 +128,14 @@ def run(code: str) -> str:
     return done.stdout + done.stderr
 
 
+def test_the_front_door_opens_without_torch_and_then_has_every_public_name() -> None:
+    code = "import sys, narrowcast; print('torch' in sys.modules); from narrowcast import *; print(encode.__name__)"
+    assert run(code).split() == ["False", "encode"]
+    assert set(public.__all__) <= set(dir(nc))
+    with pytest.raises(AttributeError, match="no attribute 'encoed'"):
+        nc.encoed  # noqa: B018
+
+
 def test_importing_prints_nothing() -> None:
     assert run("import narrowcast") == ""
 
@@ -174,7 +184,7 @@ def test_the_front_door_lists_only_what_exists_and_in_order() -> None:
 
 
 def test_the_front_door_only_re_exports() -> None:
-    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    tree = ast.parse((SOURCE / "public.py").read_text())
     allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)
     assert all(isinstance(node, allowed) for node in tree.body)
 

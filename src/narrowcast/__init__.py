@@ -4,39 +4,31 @@ import narrowcast as nc
 
 payload = nc.encode(x, "int4")      # four bits an element, and a scale per block
 y = nc.decode(payload)
+
+The names are those of `narrowcast.public`, which is loaded, and torch with it, when the first of them is used.
 """
 
-from narrowcast import codecs, errors, integrations, nn
-from narrowcast.codecs import Codec, codec, list_codecs, which_kernel
-from narrowcast.distributed import GradientCompression, compress_gradients, gradient_hook
-from narrowcast.models import load, save
-from narrowcast.nn import Report, calibrate_, convert_, dequantize_, parameter_groups, prepare_qat_, quantize_
-from narrowcast.payload import Payload, decode, encode
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from narrowcast.public import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Codec",
-    "GradientCompression",
-    "Payload",
-    "Report",
-    "calibrate_",
-    "codec",
-    "codecs",
-    "compress_gradients",
-    "convert_",
-    "decode",
-    "dequantize_",
-    "encode",
-    "errors",
-    "gradient_hook",
-    "integrations",
-    "list_codecs",
-    "load",
-    "nn",
-    "parameter_groups",
-    "prepare_qat_",
-    "quantize_",
-    "save",
-    "which_kernel",
-]
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    public = import_module("narrowcast.public")
+    names = {each: getattr(public, each) for each in public.__all__} | {"__all__": public.__all__}
+    globals().update(names)
+    if name not in names:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return names[name]
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *import_module("narrowcast.public").__all__]
