@@ -135,7 +135,7 @@ def mean_curve(seeds: dict[int, Any]) -> list[tuple[int, float]]:
 def clock(name: str, step: float, steps: int, seconds: dict[str, float]) -> float:
     """When a step is done: plain steps of the warm-up take what fp32 takes."""
     plain = min(step, METHODS[name].warmup_steps(steps))
-    return plain * seconds["fp32"] + (step - plain) * seconds[name]
+    return plain * seconds["fp32"] + (step - plain) * seconds[METHODS[name].timed_as or name]
 
 
 def crossing(curve: list[tuple[int, float]], level: float) -> float | None:
@@ -157,7 +157,7 @@ def race(cells: Cells, model: str) -> tuple[dict[str, list[tuple[float, float]]]
     end = mean_curve(runs["fp32"])[-1][1]
     curves, arrivals = {}, {}
     for name, seeds in runs.items():
-        if name not in seconds or not (curve := mean_curve(seeds)):
+        if (METHODS[name].timed_as or name) not in seconds or not (curve := mean_curve(seeds)):
             continue
         curves[name] = [(clock(name, step, steps, seconds), loss) for step, loss in curve]
         crossings = [crossing(curve, end * (1 + above)) for above in ABOVE]
