@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -10,7 +13,7 @@ from narrowcast.distributed import ddp
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.gradient_options import Exempt, Mode, Schedule, one_dimensional
 from narrowcast.distributed.gradients import GradientCompression
-from narrowcast.errors import ModelKindError
+from narrowcast.errors import ModelKindError, SpecError
 
 
 def compress_gradients(
@@ -21,29 +24,75 @@ def compress_gradients(
     warmup_steps: int = 0,
     schedule: Schedule | None = None,
     exempt: Exempt = one_dimensional,
+    gather: AnyCodec | None = None,
     process_group: dist.ProcessGroup | None = None,
     seed: int | None = None,
 ) -> GradientCompression:
-    """Compress the gradients of a DDP model from the next backward on. Every rank calls it alike.
+    """Compress the gradients of a DDP or FSDP2 model from the next backward on. Every rank calls it alike.
 
-    `process_group` is the model's own by default. The other arguments are those of `GradientCompression`, which is
-    returned.
+    `model` is a DistributedDataParallel, or what `fully_shard` has been called on: all parameters in it that it
+    shards are meant. `gather` is then the codec in which parameters are gathered; None leaves that to torch.
+    `process_group` is that of a DDP model by default. The other arguments are those of `GradientCompression`, which
+    is returned; error_feedback="owner" has no meaning for FSDP2, whose sums are not quantized.
     """
-    found = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    if not isinstance(found, DistributedDataParallel):
-        raise ModelKindError(
-            f"model: {type(model).__name__} exchanges no gradients. Wrap it first: "
-            "model = DistributedDataParallel(model), then compress_gradients(model, ...)."
-        )
+    found: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    sharded = _sharded(found)
+    if sharded:
+        _refuse(error_feedback == "owner", f"error_feedback={error_feedback!r}", _NO_OWNER)
+        _refuse(process_group is not None, "process_group", _OWN_GROUPS)
+    else:
+        _check_ddp(model, found)
+        _refuse(gather is not None, f"gather={gather!r}", _NO_GATHER)
     state = GradientCompression(
         codec,
         error_feedback=error_feedback,
         warmup_steps=warmup_steps,
         schedule=schedule,
         exempt=exempt,
-        process_group=process_group or found.process_group,
-        model=found.module,
+        process_group=None if sharded else process_group or found.process_group,
+        model=found if sharded else found.module,
         seed=seed,
     )
-    ddp.attach(found, state)
+    if sharded:
+        from narrowcast.distributed import fsdp
+
+        fsdp.attach(found, state, gather)
+    else:
+        ddp.attach(found, state)
     return state
+
+
+_NO_OWNER = (
+    "FSDP2 keeps sums where they are made and quantizes none, so an owner has no residual. Pass True for the sender's, "
+    "or False."
+)
+_OWN_GROUPS = "an FSDP2 model exchanges gradients over the mesh given to fully_shard. Leave it out."
+_NO_GATHER = (
+    "DistributedDataParallel keeps all parameters on every rank and gathers none. Leave it out, or use fully_shard."
+)
+
+
+def _sharded(model: object) -> bool:
+    """Whether FSDP2 shards something in a model. One who uses FSDP2 has imported it; nobody else should have to."""
+    if "torch.distributed.fsdp" not in sys.modules or not isinstance(model, nn.Module):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return not isinstance(model, DistributedDataParallel) and any(isinstance(m, FSDPModule) for m in model.modules())
+
+
+def _check_ddp(model: object, found: object) -> None:
+    if isinstance(found, DistributedDataParallel):
+        return
+    name = type(model).__name__
+    if name == "FullyShardedDataParallel":
+        raise ModelKindError(f"model: {name} is FSDP1, which has no place for a codec. Use fully_shard (FSDP2).")
+    raise ModelKindError(
+        f"model: {name} exchanges no gradients. Wrap it first: model = DistributedDataParallel(model), or "
+        "fully_shard(model), then compress_gradients(model, ...)."
+    )
+
+
+def _refuse(wrong: bool, argument: str, why: str) -> None:
+    if wrong:
+        raise SpecError(f"{argument}: {why}")

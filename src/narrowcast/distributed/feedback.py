@@ -90,6 +90,11 @@ class FeedbackStrip(Strip):
         if self._keeps:
             mine.zero_()  # it went in whole
 
+    def add(self, inbox: Tensor, rank: int, divisor: int) -> None:
+        super().add(inbox, rank, divisor)
+        if self._keeps:
+            self.parts[rank].zero_()  # it went in whole
+
     def _fp32(self, name: str, numel: int) -> Tensor:
         return self.coder.take(name, 4 * numel).view(torch.float32)
 

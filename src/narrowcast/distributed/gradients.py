@@ -47,7 +47,6 @@ from narrowcast.distributed.peers import Peers, peers_of
 from narrowcast.distributed.plan import Plan, choose_codec
 from narrowcast.distributed.stats import span
 from narrowcast.distributed.telemetry import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log
-from narrowcast.errors import StateDictError
 
 BUCKET = 25 * (1 << 20) // 4
 """Elements of a bucket, about, as DDP cuts them by default: what "auto" plans with."""
@@ -94,13 +93,14 @@ class GradientCompression:
         self._exempt = rule_of(exempt)
         self._seed = checks.seed(seed)
         self._names: dict[int, str] = {}
-        self._exempts: dict[str, bool] = {}
-        self._numels: dict[str, int] = {}
+        self.exempts: dict[str, bool] = {}
+        self.numels: dict[str, int] = {}
         self._named = model is not None
         self._layouts: dict[object, list[PieceLayout]] = {}
         self.residuals: Residuals | None = None
+        self.make_residuals: Callable[[Mode, int, int], Residuals] = Residuals
         self._agreed = False
-        self._stats, self._clock = GradientStats(), Clock()
+        self.counted, self.clock = GradientStats(), Clock()
         self._loaded: Mapping[str, Any] | None = None
         if model is not None:
             for name, parameter in model.named_parameters():
@@ -119,7 +119,7 @@ class GradientCompression:
             alone.set_result(buffer)
             return alone
         peers = self.agree(group, buffer)
-        if self.codec is None and self._schedule is None:
+        if self.idle:
             return self._as_torch_does(group, buffer, index, last)
         codec, reason = self.codec_at(self.step)
         pieces = self._lay_out(parameters, offsets, peers, codec is None)
@@ -130,7 +130,7 @@ class GradientCompression:
         bucket = Bucket(buffer, pieces, self.residuals, self.probe_for(found, self.step))
         work = self._start(peers, bucket, found, codec)
         if last:
-            self._clock.handed_over()
+            self.clock.handed_over()
             self.step += 1
         return work.get_future().then(_first)
 
@@ -138,26 +138,30 @@ class GradientCompression:
         """The peers, once all of them are known to be configured alike. `like` is a parameter, or a bucket."""
         peers = peers_of(group, like.device, "gradients")
         if not self._agreed:
-            call = Call("compress_gradients", self.codec or lossless(like.dtype), self._words())
-
-            def meet() -> list[Tensor]:
-                perform(peers, call, lambda exchange: exchange.agree(), name="gradients", plain_bytes=0, seed=0)
-                return []
-
-            peers.lane.run("compress_gradients", meet)
+            self.meet(peers, like.dtype)
             self._agreed = True
             if self._auto and self._loaded is None:
                 self._choose(group, like)
             if self.error_feedback and self.residuals is None:
-                self.residuals = Residuals(self.error_feedback, peers.size, peers.rank)
+                self.residuals = self.make_residuals(self.error_feedback, peers.size, peers.rank)
             if self._loaded is not None:
                 self._take_residuals(self._loaded)
         return peers
 
+    def meet(self, peers: Peers, dtype: torch.dtype, more: str = "") -> None:
+        """Raise on every rank unless all are configured alike; in `more` words, too."""
+        call = Call("compress_gradients", self.codec or lossless(dtype), self._words() + more)
+
+        def job() -> list[Tensor]:
+            perform(peers, call, lambda exchange: exchange.agree(), name="gradients", plain_bytes=0, seed=0)
+            return []
+
+        peers.lane.run("compress_gradients", job)
+
     def _start(self, peers: Peers, bucket: Bucket, found: BucketStats, codec: Codec | None) -> Work:
         step, buffer = self.step, bucket.buffer
         if found.index == 0:
-            self._clock.next_step()
+            self.clock.next_step()
         found.plain_bytes = 2 * arguments.nbytes(buffer) * (peers.size - 1) // peers.size
         words = f"bucket {found.index}, dtype={buffer.dtype}, numel={found.numel}, exempt={found.exempt}"
         call = Call("gradients", lossless(buffer.dtype) if codec is None else codec, words)
@@ -189,12 +193,12 @@ class GradientCompression:
         with span("narrowcast::gradients"):
             seed = _mixed(self._seed, step)
             perform(peers, call, counted, name="gradients", plain_bytes=found.plain_bytes, seed=seed)
-        self._clock.worked(began)
-        self._stats.count(found, probe)
+        self.clock.worked(began)
+        self.counted.count(found, probe)
 
     def _choose(self, group: dist.ProcessGroup, like: Tensor) -> None:
         """What "auto" means here."""
-        total = sum(self._numels.values()) or like.numel()
+        total = sum(self.numels.values()) or like.numel()
         buckets = [min(BUCKET, total - start) for start in range(0, total, BUCKET)]
         feedback = True if self._feedback is None else self._feedback
         self._use(*choose_codec(buckets, like.dtype, group, like.device, feedback))
@@ -207,14 +211,23 @@ class GradientCompression:
         self, group: dist.ProcessGroup, buffer: Tensor, index: int, last: bool
     ) -> torch.futures.Future[Tensor]:
         """The average by torch's own all_reduce: what DDP does without a hook."""
-        found = BucketStats(index, buffer.numel(), buffer.numel(), reason="auto: none" if self._auto else "codec=None")
-        found.plain_bytes = found.sent_bytes = 2 * arguments.nbytes(buffer) * (group.size() - 1) // group.size()
-        self._stats.count(found, None)
+        found = BucketStats(index, buffer.numel(), buffer.numel())
+        found.plain_bytes = 2 * arguments.nbytes(buffer) * (group.size() - 1) // group.size()
+        self.count_idle(found)
         self.step += last
         work = dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True)
         assert work is not None
         averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
         return averaged
+
+    @property
+    def idle(self) -> bool:
+        """Whether torch's own collectives do all the work."""
+        return self.codec is None and self._schedule is None
+
+    def count_idle(self, found: BucketStats) -> None:
+        found.reason, found.sent_bytes = "auto: none" if self._auto else "codec=None", found.plain_bytes
+        self.counted.count(found, None)
 
     def codec_at(self, step: int) -> tuple[Codec | None, str]:
         """The codec of a step, or none and why."""
@@ -227,7 +240,7 @@ class GradientCompression:
 
     def probe_for(self, found: BucketStats, step: int) -> Probe | None:
         """A probe, where it is time for one."""
-        if found.codec is None or not (step % PROBE_EVERY == 0 or self._stats.unprobed(found)):
+        if found.codec is None or not (step % PROBE_EVERY == 0 or self.counted.unprobed(found)):
             return None
         return Probe()
 
@@ -240,7 +253,7 @@ class GradientCompression:
             entries = []
             for parameter, offset in zip(parameters, offsets, strict=True):
                 name = self._name(parameter)
-                exempt = all_exempt or self._exempts[name] or not worth_rows(parameter.numel(), peers.size)
+                exempt = all_exempt or self.exempts[name] or not worth_rows(parameter.numel(), peers.size)
                 entries.append(Entry(name, offset, parameter.numel(), exempt))
             self._layouts[key] = lay_out(entries, peers.size, at_once=peers.nccl)
         return self._layouts[key]
@@ -254,26 +267,26 @@ class GradientCompression:
 
     def _meet(self, name: str, parameter: Tensor) -> None:
         self._names[id(parameter)] = name
-        self._numels[name] = parameter.numel()
-        self._exempts[name] = self._exempt(name, parameter)
+        self.numels[name] = parameter.numel()
+        self.exempts[name] = self._exempt(name, parameter)
 
     def _words(self) -> str:
         """What every rank must have in common."""
-        known = sorted((name, self._numels[name], exempt) for name, exempt in self._exempts.items())
+        known = sorted((name, self.numels[name], exempt) for name, exempt in self.exempts.items())
         digest = hashlib.blake2b(repr(known).encode(), digest_size=4).hexdigest()
         schedule = ", schedule" if self._schedule else ""
         auto = "auto, " if self._auto else "" if self.codec else "none, "
         return (
             f"{auto}error_feedback={self.error_feedback}, warmup_steps={self.warmup_steps}{schedule}, "
-            f"step={self.step}, parameters={len(known)} exempt={sum(self._exempts.values())} #{digest}"
+            f"step={self.step}, parameters={len(known)} exempt={sum(self.exempts.values())} #{digest}"
         )
 
     # -- what is counted ----------------------------------------------------------------------------------------------
 
     def stats(self) -> GradientStats:
         """What this rank's steps have cost and lost so far."""
-        stats = self._stats
-        stats.steps, stats.busy_seconds, stats.exposed_seconds = self.step, self._clock.busy, self._clock.exposed
+        stats = self.counted
+        stats.steps, stats.busy_seconds, stats.exposed_seconds = self.step, self.clock.busy, self.clock.exposed
         if self.residuals is not None:
             sender, owner = self.residuals.tensors()
             stats.residual_norm, stats.owner_residual_norm = _norm(sender), _norm(owner)
@@ -307,8 +320,8 @@ class GradientCompression:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: by the same rank of as many, with the same parameters."""
-        gradient_state.check(state, self._auto or self.error_feedback, self._numels if self._named else None)
-        self._check_world(state)
+        gradient_state.check(state, self._auto or self.error_feedback, self.numels if self._named else None)
+        gradient_state.check_world(self.residuals, state)
         if self._auto:  # what was chosen then
             self._use(None if state["codec"] is None else for_gradients(as_codec(state["codec"])), self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])
@@ -318,21 +331,8 @@ class GradientCompression:
             self._take_residuals(state)
 
     def _take_residuals(self, state: Mapping[str, Any]) -> None:
-        self._check_world(state)
-        if self.residuals is not None and state["ranks"]:
-            names = {*state["sender"], *state["owner"]}
-            self.residuals.load({name: (state["sender"].get(name), state["owner"].get(name)) for name in names})
+        gradient_state.load_residuals(self.residuals, state)
         self._loaded = None
-
-    def _check_world(self, state: Mapping[str, Any]) -> None:
-        there = state["rank"], state["ranks"]
-        here = there if self.residuals is None else (self.residuals.rank, self.residuals.ranks)
-        if state["ranks"] and there != here:
-            raise StateDictError(
-                f"state: taken by rank {there[0]} of {there[1]}, loaded by rank {here[0]} of {here[1]}. Residuals "
-                "belong to a rank: load on each rank what that rank saved, on as many ranks. To start without "
-                'residuals, load {**state, "sender": {}, "owner": {}, "ranks": 0, "rank": 0}.'
-            )
 
 
 def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:

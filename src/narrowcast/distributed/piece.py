@@ -39,6 +39,10 @@ class Strip:
         self.coder.sum_encode(inbox, self.parts[rank], rank, divisor, out, rank, len(self.parts), self.key)
         self.decode(rank, out)
 
+    def add(self, inbox: Tensor, rank: int, divisor: int) -> None:
+        """Add up the rows of the part that `rank` owns into its result, which is not quantized."""
+        self.coder.sum(inbox, self.parts[rank], rank, divisor, self.results[rank])
+
     def decode(self, peer: int, data: Tensor) -> None:
         """Take the encoded sum of the part that `peer` owns."""
         self.coder.decode(data, self.results[peer][None])

@@ -77,7 +77,10 @@ class GradientStats:
     buckets: dict[int, BucketStats] = field(default_factory=dict)
     """By their index in the last step."""
     uncompressed: dict[str, int] = field(default_factory=dict)
-    """How many buckets went uncompressed, by reason."""
+    """How many buckets, or gathered parameter groups, went uncompressed, by reason."""
+    gather_plain_bytes: int = 0
+    """What gathering parameters would have sent, where `gather=` compresses it (FSDP2)."""
+    gather_sent_bytes: int = 0
     residual_norm: float = 0.0
     owner_residual_norm: float = 0.0
     residual_bytes: int = 0
@@ -112,6 +115,13 @@ class GradientStats:
         self.sent_bytes += found.sent_bytes
         if found.codec is None:
             self.uncompressed[found.reason] = self.uncompressed.get(found.reason, 0) + 1
+
+    def count_gather(self, plain_bytes: int, sent_bytes: int, reason: str = "") -> None:
+        """Add a parameter group that has been gathered; uncompressed, where there is a reason."""
+        self.gather_plain_bytes += plain_bytes
+        self.gather_sent_bytes += sent_bytes
+        if reason:
+            self.uncompressed[f"gather: {reason}"] = self.uncompressed.get(f"gather: {reason}", 0) + 1
 
     def scalars(self) -> dict[str, float]:
         """Everything that a plot over steps can show."""

@@ -1,0 +1,267 @@
+"""Shards of several parameters on their way between ranks: gradients to the rank that keeps them, parameters to all.
+
+FSDP2 lays the shards of a parameter group side by side: a matrix with a row for each rank, in which every parameter
+has `part` columns, padded with zeros where ranks do not share it evenly. `reduce_shards` sums row r of every rank's
+matrix on rank r; the sum is not quantized. `gather_shards` writes every rank's row into every rank's matrix; a rank
+decodes its own bytes too, so all of them hold the same bits.
+
+One message to each peer carries all of a piece: what is exempt in a codec that loses nothing, the rest in the codec of
+the call. Blocks of a codec never hold elements of two parameters, so what a parameter turns into does not depend on
+its neighbours. Nothing is changed before all ranks agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from narrowcast.codecs import Codec
+from narrowcast.distributed.buckets import chunk_by_chunk, key_of, lossless
+from narrowcast.distributed.columns import PIECE, UNIT, PieceLayout, chunks
+from narrowcast.distributed.exchange import Exchange
+from narrowcast.distributed.feedback import FeedbackStrip, Residuals
+from narrowcast.distributed.telemetry import Probe
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter's columns in the matrix of a call."""
+
+    name: str
+    numel: int
+    """Elements of the whole parameter."""
+    part: int
+    exempt: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring columns that are encoded as one row."""
+
+    key: int
+    columns: slice
+    """In the matrix of the call."""
+    places: slice
+    """In the residuals of the piece."""
+    exempt: bool
+
+
+def lay_out_shards(shards: Sequence[Shard], ranks: int, at_once: bool) -> list[PieceLayout]:
+    """The pieces of a matrix of shards. Exempt elements are counted in columns."""
+    most = (1 << 62) if at_once else PIECE
+    pieces, size = [PieceLayout()], 0
+
+    def room_for(columns: int) -> PieceLayout:
+        nonlocal size
+        if size and size + columns * ranks > most:
+            pieces.append(PieceLayout())
+            size = 0
+        size += columns * ranks
+        return pieces[-1]
+
+    offset, width = 0, max(1, PIECE // ranks)
+    for shard in shards:
+        if shard.exempt:
+            for start in range(0, shard.part, width):
+                columns = min(width, shard.part - start)
+                room_for(columns).exempt.append((offset + start, columns))
+        else:
+            for chunk in chunks(shard.name, shard.numel, ranks, shard.part):
+                room_for(chunk.columns).chunks.append((chunk, offset))
+        offset += shard.part
+    return pieces
+
+
+def runs(piece: PieceLayout, codec: Codec) -> Iterator[Run]:
+    """The rows of a piece: as few as keep every parameter's blocks its own."""
+    nowhere, alone = slice(0, 0), chunk_by_chunk(codec)
+    merged: list[Run] = []
+    for offset, count in piece.exempt:
+        if merged and merged[-1].columns.stop == offset:
+            merged[-1] = Run(0, slice(merged[-1].columns.start, offset + count), nowhere, True)
+        else:
+            merged.append(Run(0, slice(offset, offset + count), nowhere, True))
+    yield from merged
+    merged = []
+    for chunk, offset, places in piece.spans():
+        columns = slice(offset + chunk.start, offset + chunk.start + chunk.columns)
+        last = merged[-1] if merged and not alone else None
+        if last and last.columns.stop == columns.start and (columns.start - last.columns.start) % UNIT == 0:
+            joined = slice(last.columns.start, columns.stop), slice(last.places.start, places.stop)
+            merged[-1] = Run(0, *joined, False)
+        else:
+            merged.append(Run(key_of(chunk) if alone else 0, columns, places, False))
+    yield from merged
+
+
+def reduce_shards(
+    exchange: Exchange,
+    matrix: Tensor,
+    output: Tensor,
+    layout: Sequence[PieceLayout],
+    divisor: int,
+    residuals: Residuals | None,
+    probe: Probe | None,
+) -> None:
+    """Sum this rank's row of every rank's `matrix` [ranks, columns] into `output` [columns]."""
+    exchange.agree()
+    pieces = [_Reduced(exchange, matrix, output, piece, i, divisor, residuals, probe) for i, piece in enumerate(layout)]
+    exchange.reserve(max(max(piece.sizes) for piece in pieces))
+    _in_turn(exchange, pieces)
+
+
+def gather_shards(exchange: Exchange, matrix: Tensor, layout: Sequence[PieceLayout]) -> None:
+    """Write every rank's own row of its `matrix` [ranks, columns] into every rank's."""
+    pieces = [_Gathered(exchange, matrix, piece, i) for i, piece in enumerate(layout)]
+    if len(pieces) == 1:
+        pieces[0].alone()
+    else:
+        exchange.agree()
+        _in_turn(exchange, pieces)
+
+
+class _Piece(Protocol):
+    def expect(self) -> None: ...
+
+    def send(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def _in_turn(exchange: Exchange, pieces: Sequence[_Piece]) -> None:
+    """Take pieces there, once ranks agree: while one is on the wire, the last one is decoded."""
+    for piece in pieces[:2]:
+        piece.expect()
+    for i, piece in enumerate(pieces):
+        piece.send()
+        if i >= 1:
+            pieces[i - 1].finish()
+        if i + 2 < len(pieces):
+            pieces[i + 2].expect()
+    pieces[-1].finish()
+    exchange.wire.flush()
+
+
+class _Reduced:
+    """A piece of gradients on its way to the ranks that keep them."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        matrix: Tensor,
+        output: Tensor,
+        layout: PieceLayout,
+        index: int,
+        divisor: int,
+        residuals: Residuals | None,
+        probe: Probe | None,
+    ) -> None:
+        self._exchange, self._matrix, self._layout, self._divisor = exchange, matrix, layout, divisor
+        self._sender: Tensor | None = None
+        if residuals is not None and layout.chunks:
+            self._sender = residuals.of(layout, matrix.device)[0]
+        coder, exact = exchange.coder, exchange.coder.using(lossless(matrix.dtype))
+        self._runs = list(runs(layout, coder.codec))
+        self._strips = [
+            FeedbackStrip(
+                exact if run.exempt else coder,
+                self._source(run).unbind(),
+                [output[run.columns]] * exchange.size,
+                run.key,
+                keeps=self._sender is not None and not run.exempt,
+                owner=None,
+                probe=None if run.exempt else probe,
+            )
+            for run in self._runs
+        ]
+        self.sizes = [sum(strip.sizes[peer] for strip in self._strips) for peer in range(exchange.size)]
+        shape = exchange.size, self.sizes[exchange.rank]
+        self._inbox = coder.take(f"inbox {index % exchange.wire.pieces}", shape[0] * shape[1]).view(shape)
+
+    def expect(self) -> None:
+        rank = self._exchange.rank
+        coming = [row if peer != rank else row[:0] for peer, row in enumerate(self._inbox)]
+        self._arrive = self._exchange.wire.expect(coming)
+
+    def send(self) -> None:
+        exchange, sender = self._exchange, self._sender
+        if sender is not None:
+            compressed = [run for run in self._runs if not run.exempt]
+            gradients = [self._matrix[:, run.columns] for run in compressed]
+            torch._foreach_add_([sender[:, run.places] for run in compressed], gradients)
+        for peer in exchange.targets:
+            row = exchange.next_row(self.sizes[peer])
+            for strip, data in zip(self._strips, row.split([strip.sizes[peer] for strip in self._strips]), strict=True):
+                strip.encode(exchange.rank, peer, data)
+            exchange.send(row, peer)
+        for strip in self._strips:
+            strip.sent()
+
+    def finish(self) -> None:
+        for _ in self._arrive():
+            pass
+        sizes = [strip.sizes[self._exchange.rank] for strip in self._strips]
+        for strip, rows in zip(self._strips, self._inbox.split(sizes, 1), strict=True):
+            strip.add(rows, self._exchange.rank, self._divisor)
+        if (
+            self._sender is not None
+        ):  # not every codec gives zeros back for zeros, and nobody saves what is left of them
+            for chunk, _, span in self._layout.spans():
+                for padding in chunk.padding(self._sender[:, span]):
+                    padding.zero_()
+
+    def _source(self, run: Run) -> Tensor:
+        if self._sender is None or run.exempt:
+            return self._matrix[:, run.columns]
+        return self._sender[:, run.places]
+
+
+class _Gathered:
+    """A piece of parameters on its way to all ranks."""
+
+    def __init__(self, exchange: Exchange, matrix: Tensor, layout: PieceLayout, index: int) -> None:
+        self._exchange, self._matrix = exchange, matrix
+        coder, exact = exchange.coder, exchange.coder.using(lossless(matrix.dtype))
+        self._rows = [(exact if run.exempt else coder, run) for run in runs(layout, coder.codec)]
+        self._sizes = [c.codec.row_bytes(run.columns.stop - run.columns.start) for c, run in self._rows]
+        shape = exchange.size, sum(self._sizes)
+        self._inbox = coder.take(f"inbox {index % exchange.wire.pieces}", shape[0] * shape[1]).view(shape)
+
+    def alone(self) -> None:
+        """All of it, where there is one piece: a small one goes with the header."""
+        self._encode()
+        sizes = [self._inbox.shape[1]] * self._exchange.size
+        self._exchange.open(lambda peer: self._mine, sizes, self._coming(), self._decode)
+
+    def expect(self) -> None:
+        self._arrive: Callable[[], Iterator[int]] = self._exchange.wire.expect(self._coming())
+
+    def send(self) -> None:
+        self._encode()
+        for peer in self._exchange.targets:
+            self._exchange.send(self._mine, peer)
+        self._decode(self._exchange.rank)
+
+    def finish(self) -> None:
+        for peer in self._arrive():
+            self._decode(peer)
+
+    @property
+    def _mine(self) -> Tensor:
+        return self._inbox[self._exchange.rank]
+
+    def _coming(self) -> list[Tensor]:
+        return [row if peer != self._exchange.rank else row[:0] for peer, row in enumerate(self._inbox)]
+
+    def _encode(self) -> None:
+        rank = self._exchange.rank
+        for (coder, run), data in zip(self._rows, self._mine.split(self._sizes), strict=True):
+            coder.encode(self._matrix[rank, run.columns][None], data, rank)
+
+    def _decode(self, peer: int) -> None:
+        for (coder, run), data in zip(self._rows, self._inbox[peer].split(self._sizes), strict=True):
+            coder.decode(data, self._matrix[peer, run.columns][None])
