@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import narrowcast as nc
@@ -82,6 +83,16 @@ def test_bad_arguments_end_with_one_line_and_2(words: tuple[str, ...], said: lis
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert all(word in err for word in said)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    code, _, err = invoke(*PAPER, "--bandwidth", "1gbit", "--device", "cuda")
+    assert code == 2
+    assert (
+        err
+        == "error: --device cuda: torch sees no GPU here, and codecs are measured where they run. Use --device cpu.\n"
+    )
 
 
 def test_live_every_rank_measures_and_one_prints() -> None:

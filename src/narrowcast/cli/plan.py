@@ -65,6 +65,8 @@ def plan(
     from narrowcast.distributed import plan as planning
     from narrowcast.errors import NarrowcastError, SpecError
 
+    if device == "cuda" and not torch.cuda.is_available():
+        _refuse("--device cuda: torch sees no GPU here, and codecs are measured where they run. Use --device cpu.")
     kind = getattr(torch, DTYPES[dtype])
     try:
         feedback = None if error_feedback else False
