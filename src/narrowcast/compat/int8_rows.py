@@ -97,7 +97,8 @@ class Int8Rows(nn.Module):
 
     def as_floats(self) -> nn.Parameter:
         """The decoded weight: one Parameter for all the layers that share these rows."""
-        now = self.data.data_ptr(), self.data._version, self.dtype
+        version = 0 if self.data.is_inference() else self.data._version
+        now = self.data.data_ptr(), version, self.dtype
         if self._floats is None or self._floats[0] != now:
             self._floats = now, nn.Parameter(CODEC.decode(self.data.detach(), self.numel, self.dtype))
         return self._floats[1]
