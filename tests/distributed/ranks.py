@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "narrowcast.distributed", "narrowcast.kernels.native"])
+# DDP imports torch._dynamo, which takes a process more than a second.
+_context.set_forkserver_preload(["torch", "torch._dynamo", "narrowcast.distributed", "narrowcast.kernels.native"])
 
 
 @dataclass

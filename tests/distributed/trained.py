@@ -70,11 +70,8 @@ def backward(ddp: nn.Module, gradients: Named) -> Named:
 
 
 def grads(ddp: nn.Module) -> Named:
-    return {
-        name.removeprefix("module."): p.grad.detach().clone()
-        for name, p in ddp.named_parameters()
-        if p.grad is not None
-    }
+    found = ((name, p.grad) for name, p in ddp.named_parameters())
+    return {plain_name(name): grad.detach().clone() for name, grad in found if grad is not None}
 
 
 def mlp(seed: int = 0, width: int = 24) -> nn.Module:
