@@ -7,6 +7,8 @@ hold here, and none of them holds for PyTorch's own module: both are run.
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -19,8 +21,8 @@ from ranks import run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
+from narrowcast import compat, errors
 from narrowcast import distributed as ncd
-from narrowcast import errors
 from narrowcast.compat import quantization as ours
 from narrowcast.compat.quantization import DQuantType, auto_quantize
 
@@ -235,6 +237,18 @@ def test_it_holds_here(name: str, here: list[dict[str, str]]) -> None:
 @pytest.mark.parametrize("name", RIGHT)
 def test_it_does_not_hold_in_pytorchs_own(name: str, there: list[dict[str, str]]) -> None:
     assert any(rank[name] for rank in there)
+
+
+def test_modules_of_compat_are_loaded_when_named_and_others_are_refused_with_a_list() -> None:
+    code = (
+        "import sys; from narrowcast import compat;"
+        "assert not [name for name in sys.modules if name.startswith('narrowcast.compat.')];"
+        "print(compat.quantization.DQuantType.FP16)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert (done.stdout, done.stderr) == ("fp16\n", "")
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'\. There are: apot, gpt_fast, quantization"):
+        _ = compat.nothing
 
 
 # -- the same calls as PyTorch's tests make ----------------------------------------------------------------------------

@@ -16,8 +16,8 @@ within rounding of a half. What differs on purpose:
 - An element is quantized twice, on its way to the rank that adds it up and on its way back, whatever the number of
   ranks; there PyTorch quantizes once. A rank's own part is added exact, and averages are formed in fp32.
 - The tensor is cut into a part (or more) for each rank, and groups start with the parts. So "per tensor" is per part:
-  a range within PyTorch's, and never a coarser scale. Groups of `bucket_size` are PyTorch's where
-  `bucket_size` times the number of ranks divides the tensor.
+  a range within PyTorch's, and never a coarser scale. Groups of `bucket_size` start elsewhere than PyTorch's where a
+  part's length is no multiple of it.
 - An infinity or NaN makes NaN of its own group on all ranks, not of the whole tensor.
 
 For gradients in fewer bits, with error feedback, there is `narrowcast.compress_gradients`.
