@@ -79,7 +79,7 @@ class GradientCompression:
         model: nn.Module | None = None,
         seed: int | None = None,
     ) -> None:
-        self._auto = codec == "auto"
+        self._auto, self._chosen = codec == "auto", False
         self.codec = None if codec is None or self._auto else for_gradients(as_codec(codec))
         self.plan: Plan | None = None
         """Why "auto" chose what it did."""
@@ -140,7 +140,7 @@ class GradientCompression:
         if not self._agreed:
             self.meet(peers, like.dtype)
             self._agreed = True
-            if self._auto and self._loaded is None:
+            if self._auto and not self._chosen:
                 self._choose(group, like)
             if self.error_feedback and self.residuals is None:
                 self.residuals = self.make_residuals(self.error_feedback, peers.size, peers.rank)
@@ -204,7 +204,7 @@ class GradientCompression:
         self._use(*choose_codec(buckets, like.dtype, group, like.device, feedback))
 
     def _use(self, codec: Codec | None, plan: Plan | None) -> None:
-        self.codec, self.plan = codec, plan
+        self.codec, self.plan, self._chosen = codec, plan, True
         self.error_feedback = mode_of(self._feedback, codec, self._schedule)
 
     def _as_torch_does(
