@@ -73,3 +73,142 @@ def test_every_step_leaves_the_bits_of_the_model_on_every_rank(world: int) -> No
             for kept, of_model in zip((state["sender"], state["owner"]), expected.state_of(rank, SHAPES), strict=True):
                 assert kept.keys() == of_model.keys()
                 assert all(same_bits(kept[name], residual) for name, residual in of_model.items()), (spec, rank)
+
+
+# -- what is sent, what is owed ---------------------------------------------------------------------------------------
+
+EXACT = ("int8", "int4", "int2", "nf4")
+TEN = 10
+
+
+def _ten_steps(rank: int) -> Any:
+    """Ten steps in each codec: every step's gradients, and the states after steps 1, 2 and 10."""
+    found = []
+    for codec in (*EXACT, "sign"):
+        ddp = DDP(Given(SHAPES))
+        state = nc.compress_gradients(ddp, codec, error_feedback=True)
+        steps, states = [], {}
+        for step in range(1, TEN + 1):
+            steps.append(trained.backward(ddp, given(SHAPES, rank, step)))
+            if step in (1, 2, TEN):
+                states[step] = state.state_dict()
+        found.append((steps, states))
+    return found
+
+
+@pytest.fixture(scope="module")
+def ten_steps() -> list[Any]:
+    return run(3, _ten_steps, timeout=150)
+
+
+@pytest.mark.parametrize("case", range(len(EXACT)), ids=EXACT)
+def test_sent_plus_residual_is_what_was_meant_on_both_ways(case: int, ten_steps: list[Any]) -> None:
+    """To nearest: what is lost of a number is a number of fp32, and is kept exactly."""
+    expected = Expected(nc.codec(EXACT[case]), 3, True)
+    for step in range(1, TEN + 1):
+        applied = expected.step([given(SHAPES, rank, step) for rank in range(3)])
+        if step not in (1, 2, TEN):
+            continue
+        for name, meant in expected.meant.items():
+            assert torch.equal(expected.sent[name].double() + expected.sender[name].double(), meant.double())
+            result = _rows(applied[name], expected.owner[name])
+            assert torch.equal(result.double() + expected.owner[name].double(), expected.owner_meant[name].double())
+            assert expected.sender[name].any()
+            assert expected.owner[name].any()
+        for rank in range(3):
+            state = ten_steps[rank][case][1][step]
+            for kept, right in zip((state["sender"], state["owner"]), expected.state_of(rank, SHAPES), strict=True):
+                assert all(same_bits(kept[name], residual) for name, residual in right.items())
+
+
+@pytest.mark.parametrize("case", range(len(EXACT) + 1), ids=(*EXACT, "sign"))
+def test_what_was_applied_and_what_is_owed_add_up_to_the_true_averages(case: int, ten_steps: list[Any]) -> None:
+    """Over ten steps: applied + owner's residual + average of the senders' residuals = sum of true averages.
+
+    Residuals are exact but for one rounding each, so only these roundings are left, of u = 2**-24 of their result: at
+    each rank gradient + residual, and the residual itself; at the owner N - 1 additions of what arrived, a division,
+    the residual added, and the residual itself. Each result is below `size`: the sum over ranks of |meant| + |sent|
+    (a partial sum of arrivals is, and so is |residual| <= |meant| + |sent|), or below |owner meant| + |applied|. A
+    rank's roundings count for 1/N. In all less than (N + 3) u times size + |owner meant| + |applied|, each step.
+    """
+    world, u = 3, 2.0**-24
+    expected = Expected(nc.codec((*EXACT, "sign")[case]), world, True)
+    true: dict[str, torch.Tensor] = {}
+    bound: dict[str, torch.Tensor] = {}
+    for step in range(1, TEN + 1):
+        gradients = [given(SHAPES, rank, step) for rank in range(world)]
+        applied = expected.step(gradients)
+        for name, meant in expected.meant.items():
+            size = (meant.double().abs() + expected.sent[name].double().abs()).sum(0)
+            last = expected.owner_meant[name].double().abs() + _rows(applied[name], size).double().abs()
+            average = torch.stack([g[name].double() for g in gradients]).mean(0)
+            true[name] = true.get(name, 0) + average
+            bound[name] = bound.get(name, 0) + (world + 3) * u * (size + last)
+    for name in expected.meant:
+        numel = true[name].numel()
+        total = torch.stack([found[name].double() for found in ten_steps[0][case][0]]).sum(0).view(-1)
+        states = [of_rank[case][1][TEN] for of_rank in ten_steps]
+        total += torch.cat([state["owner"][name].double() for state in states])
+        total += torch.stack([state["sender"][name].double() for state in states]).mean(0)
+        error = (total - true[name].view(-1)).abs()
+        assert bool((error <= bound[name].view(-1)[:numel]).all()), name
+        assert float(error.max()) < 1e-4 * float(true[name].abs().max()), "the bound says something"
+
+
+def _rows(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A gradient as its owners have it; padding is what it is in a sum that lost nothing there."""
+    flat = torch.zeros(like.numel(), dtype=gradient.dtype)
+    flat[: gradient.numel()] = gradient.view(-1)
+    return flat.view(like.shape)
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+LARGE: trained.Shapes = {"head": (130, 100), "exempt": (2_200_003,), "large": (2_300_001, 1), "tail": (99, 101)}
+"""Several pieces: of exempt elements, of a parameter in several chunks, and of what shares a piece with its end."""
+
+
+def _large(rank: int) -> Any:
+    found = []
+    for codec in ("int4:block=row", "int8"):
+        ddp = DDP(Given(LARGE))
+        nc.compress_gradients(ddp, codec, error_feedback=True)
+        found.append([trained.backward(ddp, given(LARGE, rank, step)) for step in range(2)])
+    return found
+
+
+def test_parameters_of_several_pieces_get_the_bits_of_the_model() -> None:
+    found = run(2, _large, timeout=150)
+    gradients = [[given(LARGE, rank, step) for rank in range(2)] for step in range(2)]
+    for case, codec in enumerate(("int4:block=row", "int8")):
+        expected = Expected(nc.codec(codec), 2, True)
+        for step in range(2):
+            right = expected.step(gradients[step])
+            for of_rank in found:
+                assert all(same_bits(of_rank[case][step][name], right[name]) for name in right), (codec, step)
+
+
+# -- ranks stay together ----------------------------------------------------------------------------------------------
+
+LONG = [("int4:stochastic=true", True), ("int4", True), ("int8:stochastic=true", False), ("int8", False)]
+
+
+def _thousand_steps(rank: int) -> Any:
+    found = []
+    for codec, feedback in LONG:
+        ddp = DDP(trained.mlp())
+        nc.compress_gradients(ddp, codec, error_feedback=feedback)  # seeds differ between ranks
+        before = trained.parameters_of(ddp)
+        trained.train(ddp, rank, range(1000), trained.sgd(ddp))
+        found.append((before, trained.parameters_of(ddp)))
+    return found
+
+
+def test_ranks_have_the_same_bits_after_a_thousand_steps() -> None:
+    one, *others = run(3, _thousand_steps, timeout=170)
+    for case, (codec, feedback) in enumerate(LONG):
+        before, after = one[case]
+        assert all(bool(p.isfinite().all()) for p in after.values())
+        assert not any(same_bits(before[name], after[name]) for name in before)
+        for other in others:
+            assert all(same_bits(after[name], other[case][1][name]) for name in after), (codec, feedback)
