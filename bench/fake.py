@@ -5,10 +5,11 @@
     ... --gpu                                      checks a GPU's bits against the reference, then times it
 
 `fwd`, `bwd` and `both` are times over that of `dst.copy_(src)`, written into tensors that are there; `new` is `both`
-through autograd, which allocates its results. On one thread, time is the CPU time of the calling thread, so that other
-processes count little. The limit is the bytes: a copy moves two tensors, forward two, backward three (2.5 copies
-together); on a GPU `share` is that limit's share of the time. The rival is PyTorch's way with additive powers of two,
-element by element in Python, rewritten from its description and run on 1,000 elements.
+through autograd, which allocates its results, two tensors that the system clears first; `clone` is torch's own copy
+into one such tensor. On one thread, time is the CPU time of the calling thread, so that other processes count little.
+The limit is the bytes: a copy moves two tensors, forward two, backward three (2.5 copies together); on a GPU `share` is
+that limit's share of the time. The rival is PyTorch's way with additive powers of two, element by element in Python,
+rewritten from its description and run on 1,000 elements.
 """
 
 from __future__ import annotations
@@ -75,13 +76,13 @@ def row(name: str, way: str, elements: int, rounds: int, clock: Callable[[], flo
     def autograd() -> object:
         return torch.autograd.grad(fake_quantize(leaf, learned, grid, axis), (leaf, learned), grad)
 
-    ratios: dict[str, list[float]] = {"fwd": [], "bwd": [], "both": [], "new": []}
+    ratios: dict[str, list[float]] = {"fwd": [], "bwd": [], "both": [], "new": [], "clone": []}
     for _ in range(rounds + 1):
         base = seconds(lambda: copy.copy_(x), clock)
         forward = seconds(lambda: kernel.fake_quantize(out, x, scale, grid), clock)
         backward = seconds(lambda: kernel.fake_gradients(dx, dscale, grad, x, scale, grid), clock)
-        fresh = seconds(autograd, clock)
-        for key, value in zip(ratios, (forward, backward, forward + backward, fresh), strict=True):
+        fresh, clone = seconds(autograd, clock), seconds(x.clone, clock)
+        for key, value in zip(ratios, (forward, backward, forward + backward, fresh, clone), strict=True):
             ratios[key].append(value / base)
     medians = {key: statistics.median(values[1:]) for key, values in ratios.items()}
     verdict = "" if "4" not in name else "within" if medians["both"] <= LIMIT else f"above {LIMIT}"
@@ -197,7 +198,7 @@ def main() -> int:
     console.print(
         f"{ops.kernel_for('cpu').name}, torch {torch.__version__}, {given.threads} thread(s)", highlight=False
     )
-    table = Table("grid", "scales", "fwd", "bwd", "both", "new", f"both <= {LIMIT}")
+    table = Table("grid", "scales", "fwd", "bwd", "both", "new", "clone", f"both <= {LIMIT}")
     for name in GRIDS:
         for way in shapes(1):
             table.add_row(*row(name, way, given.elements, given.rounds, clock))

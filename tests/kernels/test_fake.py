@@ -162,6 +162,7 @@ def test_results_past_the_caches_are_whole(kernel: native.Native) -> None:
     # 16 MB and more are written past them, in whole pieces; the odd sizes leave a part of one.
     check(kernel, GRIDS["int4"], (1, 1, (1 << 22) + 37), torch.float32, nan=False)
     check(kernel, GRIDS["int4"], (2049, 2051, 1), torch.float32, nan=False)
+    check(kernel, GRIDS["int4"], (2046, 2064, 1), torch.float32, nan=False)  # rows that begin on a cache line
 
 
 @pytest.mark.skipif(not (CUDA or INTERPRETER), reason="the interpreter runs this in a process of its own")

@@ -42,54 +42,87 @@ inline void pass_any(const FakeRun& run, uint64_t outside, int64_t at, int64_t n
 
 using Prepared = Lookups;
 
+// 64 elements, `at` this place: whole pieces of fp32 as they lie in memory, others by way of a buffer.
+template <class Way>
+inline void forward_at(const Way& way, const FakeRun& run, const Wide& scale, const Wide& inverse, int64_t at, int64_t n,
+                       bool stream) {
+    if (run.dtype == F32 && n == PIECE) {
+        const float* x = static_cast<const float*>(run.x) + at;
+        return forward_piece(way, scale, inverse, x, static_cast<float*>(run.out) + at, stream);
+    }
+    alignas(64) float buffer[PIECE], y[PIECE];
+    forward_piece(way, scale, inverse, piece_of(run.x, run.dtype, at, n, buffer), y, false);
+    store(y, run.out, run.dtype, at, n);
+}
+
+template <class Way, int N>
+inline void backward_at(const Way& way, const FakeGrid& grid, const FakeRun& run, const Wide& inverse, int64_t at, int64_t n,
+                        bool stream, __m512d (&sums)[N]) {
+    if (run.dtype == F32 && n == PIECE) {
+        const float *x = static_cast<const float*>(run.x) + at, *grad = static_cast<const float*>(run.grad) + at;
+        float* out = static_cast<float*>(run.out) + at;
+        const uint64_t inside = ~backward_piece(way, grid, inverse, x, grad, sums);
+        for (int j = 0; j < PIECE; j += 16) {
+            const __m512 kept = _mm512_maskz_loadu_ps(__mmask16(inside >> j), grad + j);
+            if (stream) _mm512_stream_ps(out + j, kept);
+            else _mm512_storeu_ps(out + j, kept);
+        }
+        return;
+    }
+    alignas(64) float buffer[PIECE], other[PIECE];
+    const float* x = piece_of(run.x, run.dtype, at, n, buffer);
+    const float* grad = piece_of(run.grad, run.dtype, at, n, other);
+    pass_any(run, backward_piece(way, grid, inverse, x, grad, sums), at, n);
+}
+
+inline bool streams(const FakeRun& run) {
+    const uintptr_t first = reinterpret_cast<uintptr_t>(static_cast<float*>(run.out) + run.begin);
+    return run.stream && first % 64 == 0 && (run.runs == 1 || run.stride % 16 == 0);
+}
+
 template <class Way, bool EACH>
 void forward(const FakeGrid& grid, const FakeRun& run) {
     const Way way(grid);
-    alignas(64) float buffer[PIECE], y[PIECE];
-    int64_t i = 0;
-    if (run.dtype == F32) {
-        const float* x = static_cast<const float*>(run.x) + run.begin;
-        float* out = static_cast<float*>(run.out) + run.begin;
-        const bool stream = run.stream && reinterpret_cast<uintptr_t>(out) % 64 == 0;
-        for (; i + PIECE <= run.count; i += PIECE) {
-            if (EACH) fetch(Floats{x, F32}, i + run.ahead, PIECE);
-            forward_piece(way, run, EACH, x + i, i, out + i, stream);
+    const bool stream = streams(run);
+    for (int64_t i = 0; i < run.count; i += PIECE) {
+        const Wide scale = of_places(run.scale, EACH, i), inverse = of_places(run.inverse, EACH, i);
+        const int64_t n = std::min(PIECE, run.count - i);
+        for (int64_t r = 0; r < (EACH ? run.runs : 1); ++r) {
+            const int64_t at = run.begin + i + r * run.stride;
+            if (EACH && run.fetch) fetch(Floats{run.x, run.dtype}, at + run.runs * run.stride, n);
+            forward_at(way, run, scale, inverse, at, n, stream);
         }
     }
-    for (; i < run.count; i += PIECE) {
-        const int64_t n = std::min(PIECE, run.count - i), at = run.begin + i;
-        forward_piece(way, run, EACH, piece_of(run.x, run.dtype, at, n, buffer), i, y, false);
-        store(y, run.out, run.dtype, at, n);
+}
+
+template <class Way>
+void backward_each(const FakeGrid& grid, const FakeRun& run) {
+    const Way way(grid);
+    const bool stream = streams(run);
+    for (int64_t i = 0; i < run.count; i += PIECE) {
+        const Wide inverse = of_places(run.inverse, true, i);
+        const int64_t n = std::min(PIECE, run.count - i);
+        __m512d sums[8];
+        for (int j = 0; j < 8; ++j) sums[j] = _mm512_loadu_pd(run.sums + i + 8 * j);
+        for (int64_t r = 0; r < run.runs; ++r) {
+            const int64_t at = run.begin + i + r * run.stride, next = at + run.runs * run.stride;
+            if (run.fetch) fetch(Floats{run.x, run.dtype}, next, n), fetch(Floats{run.grad, run.dtype}, next, n);
+            backward_at(way, grid, run, inverse, at, n, stream, sums);
+        }
+        for (int j = 0; j < 8; ++j) _mm512_storeu_pd(run.sums + i + 8 * j, sums[j]);
     }
 }
 
 template <class Way, bool EACH>
 void backward(const FakeGrid& grid, const FakeRun& run) {
+    if (EACH) return backward_each<Way>(grid, run);
     const Way way(grid);
-    alignas(64) float buffer[PIECE], other[PIECE];
+    const Wide inverse = of_places(run.inverse, false, 0);
+    const bool stream = streams(run);
     __m512d lanes[4] = {_mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd()};
-    int64_t i = 0;
-    if (run.dtype == F32) {
-        const float *x = static_cast<const float*>(run.x) + run.begin, *grad = static_cast<const float*>(run.grad) + run.begin;
-        float* out = static_cast<float*>(run.out) + run.begin;
-        const bool stream = run.stream && reinterpret_cast<uintptr_t>(out) % 64 == 0;
-        for (; i + PIECE <= run.count; i += PIECE) {
-            if (EACH) fetch(Floats{x, F32}, i + run.ahead, PIECE), fetch(Floats{grad, F32}, i + run.ahead, PIECE);
-            const uint64_t inside = ~backward_piece(way, grid, run, EACH, x + i, grad + i, i, lanes);
-            for (int j = 0; j < PIECE; j += 16) {
-                const __m512 kept = _mm512_maskz_loadu_ps(__mmask16(inside >> j), grad + i + j);
-                if (stream) _mm512_stream_ps(out + i + j, kept);
-                else _mm512_storeu_ps(out + i + j, kept);
-            }
-        }
+    for (int64_t i = 0; i < run.count; i += PIECE) {
+        backward_at(way, grid, run, inverse, run.begin + i, std::min(PIECE, run.count - i), stream, lanes);
     }
-    for (; i < run.count; i += PIECE) {
-        const int64_t n = std::min(PIECE, run.count - i), at = run.begin + i;
-        const float* x = piece_of(run.x, run.dtype, at, n, buffer);
-        const float* grad = piece_of(run.grad, run.dtype, at, n, other);
-        pass_any(run, backward_piece(way, grid, run, EACH, x, grad, i, lanes), at, n);
-    }
-    if (EACH) return;
     alignas(64) double sums[LANES];
     for (int j = 0; j < 4; ++j) _mm512_store_pd(sums + 8 * j, lanes[j]);
     double total = 0.0;
@@ -130,13 +163,16 @@ void forward(const FakeGrid& grid, const FakeRun& run) {
     const Way way(grid);
     alignas(64) float buffer[PIECE], v[PIECE], q[PIECE];
     for (int64_t i = 0; i < run.count; i += PIECE) {
-        const int64_t n = std::min(PIECE, run.count - i), at = run.begin + i;
-        const float* x = piece_of(run.x, run.dtype, at, n, buffer);
+        const int64_t n = std::min(PIECE, run.count - i);
         const float *scale = run.scale + (EACH ? i : 0), *inverse = run.inverse + (EACH ? i : 0);
-        for (int j = 0; j < PIECE; ++j) v[j] = x[j] * inverse[EACH ? j : 0];
-        way.find(v, q);
-        for (int j = 0; j < PIECE; ++j) q[j] = canonical(or_nan(q[j], v[j]) * scale[EACH ? j : 0] + Way::plus);
-        store(q, run.out, run.dtype, at, n);
+        for (int64_t r = 0; r < (EACH ? run.runs : 1); ++r) {
+            const int64_t at = run.begin + i + r * run.stride;
+            const float* x = piece_of(run.x, run.dtype, at, n, buffer);
+            for (int j = 0; j < PIECE; ++j) v[j] = x[j] * inverse[EACH ? j : 0];
+            way.find(v, q);
+            for (int j = 0; j < PIECE; ++j) q[j] = canonical(or_nan(q[j], v[j]) * scale[EACH ? j : 0] + Way::plus);
+            store(q, run.out, run.dtype, at, n);
+        }
     }
 }
 
@@ -146,25 +182,28 @@ void backward(const FakeGrid& grid, const FakeRun& run) {
     alignas(64) float buffer[PIECE], other[PIECE], v[PIECE], q[PIECE];
     alignas(64) double lanes[LANES] = {};
     for (int64_t i = 0; i < run.count; i += PIECE) {
-        const int64_t n = std::min(PIECE, run.count - i), at = run.begin + i;
-        const float* x = piece_of(run.x, run.dtype, at, n, buffer);
-        const float* grad = piece_of(run.grad, run.dtype, at, n, other);
+        const int64_t n = std::min(PIECE, run.count - i);
         const float* inverse = run.inverse + (EACH ? i : 0);
-        for (int j = 0; j < PIECE; ++j) v[j] = x[j] * inverse[EACH ? j : 0];
-        way.find(v, q);
-        uint64_t outside = 0;
-        for (int j = 0; j < PIECE; ++j) {
-            const bool beyond = (v[j] < grid.low) | (v[j] > grid.high);
-            const float level = or_nan(q[j], v[j]);
-            q[j] = grad[j] * (beyond ? level : level - v[j]);
+        for (int64_t r = 0; r < (EACH ? run.runs : 1); ++r) {
+            const int64_t at = run.begin + i + r * run.stride;
+            const float* x = piece_of(run.x, run.dtype, at, n, buffer);
+            const float* grad = piece_of(run.grad, run.dtype, at, n, other);
+            for (int j = 0; j < PIECE; ++j) v[j] = x[j] * inverse[EACH ? j : 0];
+            way.find(v, q);
+            uint64_t outside = 0;
+            for (int j = 0; j < PIECE; ++j) {
+                const bool beyond = (v[j] < grid.low) | (v[j] > grid.high);
+                const float level = or_nan(q[j], v[j]);
+                q[j] = grad[j] * (beyond ? level : level - v[j]);
+            }
+            for (int j = 0; j < PIECE; ++j) outside |= uint64_t((v[j] < grid.low) | (v[j] > grid.high)) << j;
+            if (EACH) {
+                for (int64_t j = 0; j < n; ++j) run.sums[i + j] += double(q[j]);
+            } else {
+                for (int j = 0; j < PIECE; ++j) lanes[j % LANES] += double(q[j]);
+            }
+            pass_any(run, outside, at, n);
         }
-        for (int j = 0; j < PIECE; ++j) outside |= uint64_t((v[j] < grid.low) | (v[j] > grid.high)) << j;
-        if (EACH) {
-            for (int64_t j = 0; j < n; ++j) run.sums[i + j] += double(q[j]);
-        } else {
-            for (int j = 0; j < PIECE; ++j) lanes[j % LANES] += double(q[j]);
-        }
-        pass_any(run, outside, at, n);
     }
     if (EACH) return;
     double total = 0.0;

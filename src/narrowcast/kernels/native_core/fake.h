@@ -1,7 +1,8 @@
 // Fake quantization: what fake_api.cpp asks of fake.cpp, which is compiled once per instruction set.
 //
-// Elements come in runs, in which one scale holds for all or each element has its own. What the scales' gradients sum up is
-// summed in fp64 accordingly, per run or per element of it.
+// Elements come in runs, in which one scale holds for all or each element has its own; then several runs, one below the
+// other, share these, and are done together. What the scales' gradients sum up is summed in fp64 accordingly, per run or per
+// element.
 
 #pragma once
 #include <cstdint>
@@ -25,7 +26,8 @@ struct FakeRun {
     int64_t begin, count;
     const float *scale, *inverse;  // one, or `each`: `count` of them, and readable up to a multiple of 64
     bool each;
-    int64_t ahead;  // how many elements on the next run begins, to be fetched meanwhile; 0: none, or memory's own guess will do
+    int64_t runs, stride;  // where `each`: so many runs, each `stride` elements behind the one before
+    bool fetch;            // as many more follow, to be fetched meanwhile
     bool stream;   // write past the caches; fp32 only
     double* sums;  // one to be set, or where `each` `count` to be added to; for backward only
 };

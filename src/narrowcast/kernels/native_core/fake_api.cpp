@@ -6,6 +6,7 @@
 #include "fake.h"
 
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "threads.h"
@@ -15,7 +16,9 @@ using namespace nc;
 
 constexpr int64_t SHORT = 256;  // inner dimensions below this are not worth runs of their own
 constexpr int64_t SPAN = 4096;  // elements of a run with a scale for each: longer ones miss the second-level cache
+constexpr int64_t LEAST = 512;  // elements from which on a run is long enough: every one of them wants a scale laid out
 constexpr int64_t ROWS = 64;    // such runs that a task takes, one below the other
+constexpr int64_t TOGETHER = 4;  // of which so many are done at a time, so that scales and sums are read and written less
 constexpr int64_t STREAM = 1 << 24;  // bytes from which on results are not expected to stay in any cache
 
 const FakeKernels& kernels([[maybe_unused]] int32_t isa) {
@@ -90,29 +93,44 @@ struct Job {
         for (int64_t begin = 0, c = 0; begin < period; begin += inner, c = c + 1 < channels ? c + 1 : 0) f(c, begin);
     }
 
+    void lay_out(const float* of_channels, int64_t period, float* to) const {
+        for (int64_t begin = 0; begin < period && inner == 1; begin += channels) std::copy_n(of_channels, channels, to + begin);
+        if (inner == 1) return;
+        for_channels(period, [&](int64_t c, int64_t begin) { std::fill_n(to + begin, inner, of_channels[c]); });
+    }
+
+    // Of short rows several make a run, which is a multiple of 64 elements where that is not too long.
+    static int64_t outer_per_run(int64_t width) {
+        const int64_t whole = 64 / std::gcd<int64_t>(width, 64), enough = LEAST / width;
+        if (whole * width > SPAN) return std::max<int64_t>(1, enough);
+        return std::max(whole, enough / whole * whole);
+    }
+
     // Each element of a run has its own scale: rows of one or, where they are short, several outer indices; a task takes the
     // same columns of many rows.
     int32_t in_columns() const {
         const int64_t width = channels * inner, numel = outer * width;
-        const int64_t period = width * std::max<int64_t>(1, std::min(outer, SPAN / width));
+        const int64_t period = width * std::min(outer, outer_per_run(width));
         const int64_t rows = ceil_div(numel, period), blocks = ceil_div(period, SPAN);
         const int64_t high = ROWS, bands = ceil_div(rows, high);
         const int64_t room = ceil_div(period, 64) * 64;
         Aligned<float> scales(room, 1.0f), inverse(room, 1.0f);
-        for_channels(period, [&](int64_t c, int64_t begin) {
-            std::fill_n(scales.data + begin, inner, scale[c]);
-            std::fill_n(inverse.data + begin, inner, 1.0f / scale[c]);
-        });
+        lay_out(scale, period, scales.data);
+        for (int64_t j = 0; j < period; ++j) inverse.data[j] = 1.0f / scales.data[j];
         Aligned<double> sums(run.grad ? bands * room : 0, 0.0);
         const int32_t failed = parallel_in_team(bands * blocks, threads, [&](int64_t task) {
             const int64_t band = task / blocks, column = task % blocks * SPAN;
             FakeRun here = run;
-            here.scale = scales.data + column, here.inverse = inverse.data + column, here.each = true;
+            here.scale = scales.data + column, here.inverse = inverse.data + column, here.each = true, here.stride = period;
             if (run.grad) here.sums = sums.data + band * room + column;
-            for (int64_t row = band * high; row < std::min(rows, (band + 1) * high); ++row) {
+            const int64_t end = std::min(rows, (band + 1) * high);
+            for (int64_t row = band * high; row < end; row += here.runs) {
                 here.begin = row * period + column;
                 here.count = std::min({SPAN, period - column, numel - here.begin});
-                here.ahead = here.begin + period + here.count <= numel ? period : 0;
+                here.runs = std::min(TOGETHER, end - row);
+                const bool whole = here.begin + (here.runs - 1) * period + here.count <= numel;
+                if (!whole && here.runs > 1) --here.runs;  // the last row may be short: it goes alone
+                here.fetch = here.begin + (2 * here.runs - 1) * period + here.count <= numel;
                 if (here.count > 0) kernels.run(grid, here);
             }
             publish();
@@ -154,7 +172,7 @@ extern "C" __attribute__((visibility("default"))) int32_t nc_fake(
         }
         k.prepare(grid);
         const bool stream = dtype == F32 && outer * channels * inner * 4 >= STREAM;
-        const FakeRun run{x, grad, out, dtype, 0, 0, nullptr, nullptr, false, 0, stream, nullptr};
+        const FakeRun run{x, grad, out, dtype, 0, 0, nullptr, nullptr, false, 1, 0, false, stream, nullptr};
         const Job job{k, grid, run, outer, channels, inner, scale, of_scale, threads};
         return channels == 1 || inner >= SHORT ? job.in_slices() : job.in_columns();
     } catch (...) {

@@ -114,8 +114,11 @@ inline void find(const Coded<BITS>& way, const Wide& v, Wide& q) {
     }
 }
 
-inline __m512 of_place(const float* numbers, bool each, int64_t place) {
-    return each ? _mm512_loadu_ps(numbers + place) : _mm512_set1_ps(*numbers);
+// The scales of 64 elements, or the inverse ones: from place i on, or the same for all.
+inline Wide of_places(const float* numbers, bool each, int64_t i) {
+    Wide made;
+    for (int j = 0; j < 4; ++j) made.part[j] = each ? _mm512_loadu_ps(numbers + i + 16 * j) : _mm512_set1_ps(*numbers);
+    return made;
 }
 
 // `value`, or the one NaN where `mask`.
@@ -125,14 +128,14 @@ inline __m512 or_nan(__m512 value, __mmask16 mask) {
 
 inline __mmask16 is_nan(__m512 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
 
-// y of 64 elements, from place i of the run on.
+// y of 64 elements.
 template <class Way>
-inline void forward_piece(const Way& way, const FakeRun& run, bool each, const float* x, int64_t i, float* y, bool stream) {
+inline void forward_piece(const Way& way, const Wide& scale, const Wide& inverse, const float* x, float* y, bool stream) {
     Wide v, q;
-    for (int j = 0; j < 4; ++j) v.part[j] = _mm512_mul_ps(_mm512_loadu_ps(x + 16 * j), of_place(run.inverse, each, i + 16 * j));
+    for (int j = 0; j < 4; ++j) v.part[j] = _mm512_mul_ps(_mm512_loadu_ps(x + 16 * j), inverse.part[j]);
     find(way, v, q);
     for (int j = 0; j < 4; ++j) {
-        __m512 value = _mm512_mul_ps(q.part[j], of_place(run.scale, each, i + 16 * j));
+        __m512 value = _mm512_mul_ps(q.part[j], scale.part[j]);
         if (std::is_same<Way, Round>::value) value = _mm512_add_ps(value, _mm512_setzero_ps());  // codes know no negative zero
         value = or_nan(value, is_nan(v.part[j]) | is_nan(value));
         if (stream) _mm512_stream_ps(y + 16 * j, value);
@@ -140,13 +143,13 @@ inline void forward_piece(const Way& way, const FakeRun& run, bool each, const f
     }
 }
 
-// Which of 64 elements lie outside, as bits; their terms go into `sums`: 32 lanes, or one for each element.
-template <class Way>
-inline uint64_t backward_piece(const Way& way, const FakeGrid& grid, const FakeRun& run, bool each, const float* x,
-                               const float* grad, int64_t i, __m512d (&lanes)[4]) {
+// Which of 64 elements lie outside, as bits; their terms are added to 32 lanes (N = 4), or to a sum for each (8).
+template <class Way, int N>
+inline uint64_t backward_piece(const Way& way, const FakeGrid& grid, const Wide& inverse, const float* x, const float* grad,
+                               __m512d (&sums)[N]) {
     Wide v, q;
     uint64_t outside = 0;
-    for (int j = 0; j < 4; ++j) v.part[j] = _mm512_mul_ps(_mm512_loadu_ps(x + 16 * j), of_place(run.inverse, each, i + 16 * j));
+    for (int j = 0; j < 4; ++j) v.part[j] = _mm512_mul_ps(_mm512_loadu_ps(x + 16 * j), inverse.part[j]);
     find(way, v, q);
     for (int j = 0; j < 4; ++j) {
         const __mmask16 below = _mm512_cmp_ps_mask(v.part[j], _mm512_set1_ps(grid.low), _CMP_LT_OQ);
@@ -155,16 +158,8 @@ inline uint64_t backward_piece(const Way& way, const FakeGrid& grid, const FakeR
         // A NaN of v is not beyond, so that the difference is one too.
         __m512 term = _mm512_mask_sub_ps(q.part[j], __mmask16(~beyond), q.part[j], v.part[j]);
         term = _mm512_mul_ps(_mm512_loadu_ps(grad + 16 * j), term);
-        const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(term));
-        const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(term, 1));
-        if (each) {
-            double* at = run.sums + i + 16 * j;
-            _mm512_storeu_pd(at, _mm512_add_pd(_mm512_loadu_pd(at), low));
-            _mm512_storeu_pd(at + 8, _mm512_add_pd(_mm512_loadu_pd(at + 8), high));
-        } else {
-            lanes[2 * j % 4] = _mm512_add_pd(lanes[2 * j % 4], low);
-            lanes[2 * j % 4 + 1] = _mm512_add_pd(lanes[2 * j % 4 + 1], high);
-        }
+        sums[2 * j % N] = _mm512_add_pd(sums[2 * j % N], _mm512_cvtps_pd(_mm512_castps512_ps256(term)));
+        sums[2 * j % N + 1] = _mm512_add_pd(sums[2 * j % N + 1], _mm512_cvtps_pd(_mm512_extractf32x8_ps(term, 1)));
     }
     return outside;
 }
