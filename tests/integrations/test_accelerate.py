@@ -108,6 +108,13 @@ def refusals(rank: int, folder: str) -> dict[str, Any]:
     found["afresh"] = state.step
     easy.accelerator.load_state(f"{folder}/part")
     found["without residuals"] = state.step, state.state_dict()["sender"]
+
+    wrong = Run()
+    wrong.accelerator.register_for_checkpointing(nc.compress_gradients(wrong.model, CODEC))
+    wrong.train(0, 1)
+    wrong.accelerator.save_state(f"{folder}/wrong")
+    wrong.accelerator.wait_for_everyone()
+    found["first rank's"] = error_of(lambda: wrong.accelerator.load_state(f"{folder}/wrong"))
     found["bare"] = error_of(lambda: nc.integrations.accelerate.compress_gradients(easy.accelerator, nn.Linear(2, 2)))
     return found
 
@@ -135,6 +142,14 @@ def test_load_state_goes_on_as_if_never_stopped(trained: list[dict[str, Any]]) -
 def test_every_rank_saves_its_own_residuals(trained: list[dict[str, Any]]) -> None:
     names = ["0.weight", "2.weight"]
     assert [found["saved"] for found in trained] == [(0, names), (1, names)]
+
+
+def test_accelerate_alone_would_hand_the_first_ranks_residuals_to_all_and_they_are_refused(
+    trained: list[dict[str, Any]],
+) -> None:
+    assert trained[0]["first rank's"] is None
+    assert isinstance(trained[1]["first rank's"], StateDictError)
+    assert "taken by rank 0 of 2, loaded by rank 1 of 2" in str(trained[1]["first rank's"])
 
 
 def test_accumulated_gradients_are_exchanged_once(trained: list[dict[str, Any]]) -> None:

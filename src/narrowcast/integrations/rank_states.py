@@ -63,20 +63,20 @@ def gather(compression: GradientCompression, residuals: bool) -> list[dict[str, 
     ranks, rank = group.size(), group.rank()
     if ranks == 1:
         return [state]
-    sizes = {part: {name: tensor.numel() for name, tensor in state[part].items()} for part in TENSORS}
+    shapes = {part: {name: tuple(tensor.shape) for name, tensor in state[part].items()} for part in TENSORS}
     found: list[Any] | None = [None] * ranks if rank == 0 else None
     members = dist.get_process_group_ranks(group)
-    dist.gather_object({**state, **sizes}, found, dst=members[0], group=group)
+    dist.gather_object({**state, **shapes}, found, dst=members[0], group=group)
     device = torch.device("cpu" if torch.device("cpu") in group._device_types else "cuda")  # NCCL has no other
     if found is None:
         for tensor in _tensors(state):
-            dist.send(tensor.to(device), members[0], group)
+            dist.send(tensor.to(device).contiguous(), members[0], group)
         return []
     for other, global_rank in enumerate(members[1:], 1):
         for part in TENSORS:
-            for name, numel in found[other][part].items():
-                received = torch.empty(numel, device=device)
-                if numel:
+            for name, shape in found[other][part].items():
+                received = torch.empty(shape, device=device)
+                if received.numel():
                     dist.recv(received, global_rank, group)
                 found[other][part][name] = received.cpu()
     return [state, *found[1:]]
@@ -94,9 +94,9 @@ def pick(compression: GradientCompression, states: Sequence[Mapping[str, Any]], 
 
 
 def _take(compression: GradientCompression, state: Mapping[str, Any], residuals: bool) -> None:
-    ranks = dist.get_world_size(compression.process_group)
-    if residuals and state.get("ranks", 0) not in (0, ranks):
-        raise StateDictError(_other_ranks(state["ranks"], ranks))
+    kept = compression.residuals
+    if residuals and kept is not None and state.get("ranks", 0) not in (0, kept.ranks):
+        raise StateDictError(_other_ranks(state["ranks"], kept.ranks))
     compression.load_state_dict(state if residuals else _without_residuals(state))
 
 
