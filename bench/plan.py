@@ -167,6 +167,11 @@ def markdown(made: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def verdict(made: list[dict[str, Any]]) -> str:
+    near, nearer = (sum(abs(row["predicted"] / row[key] - 1) <= 0.25 for row in made) for key in ("measured", "best"))
+    return f"{near} of {len(made)} predictions are within 25% of what was measured, {nearer} of the best round."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="networks, by the start of their names, with commas between them")
@@ -179,6 +184,7 @@ def main() -> None:
     if given.rank:
         rank_main(json.loads(given.rank))
         return
+    busy = os.getloadavg()[0]
     made: list[dict[str, Any]] = []
     raw: dict[str, Any] = {}
     for network in NETWORKS:
@@ -187,11 +193,11 @@ def main() -> None:
             made += rows(network, raw[network])
             print(markdown(rows(network, raw[network])), f"planned in {raw[network]['took']:.1f} s", flush=True)
             print(raw[network]["plan"]["link"], flush=True)
-    within = sum(0.8 <= row["ratio"] <= 1.25 for row in made)
-    summary = f"{within} of {len(made)} predictions are within 25% of what was measured."
+    summary = verdict(made)
     print(summary)
     if given.out:
         machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+        machine += f", load average before {busy:.1f}"
         plans = ", ".join(f"{network} {found['took']:.1f} s" for network, found in raw.items())
         head = f"# Predictions of all_reduce, and what it took\n\n{datetime.date.today()}, {machine}. "
         head += f"Command: `{' '.join(sys.argv)}`. What the columns mean stands at the top of bench/plan.py.\n\n"
