@@ -256,7 +256,8 @@ def test_the_slowest_ranks_numbers_reach_every_rank_to_the_last_bit() -> None:
 def planned(rank: int) -> tuple[Plan, Plan | None, Any, list[str]]:
     torch.manual_seed(rank)
     state = torch.get_rng_state()
-    made = planning.plan([300_000, 2000], gradients=False, candidates=["none", "int4", "bf16"], margin=0.3)
+    # In bf16 the first is large enough for several pieces, so that a real reduction is timed, too.
+    made = planning.plan([4_000_000, 2000], gradients=False, candidates=["none", "int4", "bf16"], margin=0.3)
     codec, auto = planning.choose_codec([300_000, 2000], torch.bfloat16, None, "cpu", None)
     assert torch.equal(torch.get_rng_state(), state)
     return made, auto, codec, list(ncd.stats())
@@ -267,7 +268,7 @@ def test_every_rank_makes_the_same_plan() -> None:
     assert all(each == found[0] for each in found)
     made, auto, codec, counted = found[0]
     assert [p.codec for p in made.predictions] == ["none", "int4", "bf16"]
-    assert (made.ranks, made.buckets, made.margin) == (3, (300_000, 2000), 0.3)
+    assert (made.ranks, made.buckets, made.margin) == (3, (4_000_000, 2000), 0.3)
     assert [p.codec for p in auto.predictions] == ["none", "int8", "int6", "int4"]
     assert codec == auto.codec
     assert counted == ["measure_link"]  # and not among anyone's collectives

@@ -13,10 +13,10 @@ codec's speed. Nothing else enters: not what the backward pass hides of it, nor 
 is wherever that is within the margin, and what is chosen is never predicted to be slower than none. Precise means
 little noise on normal numbers (`CodecSpeed.noise`).
 
-Candidates by default are those with which a model trains as well as without, by bench/training.py: bf16 and int8; with
-error feedback int6 and int4, too. int2 and sign are faster on a slow link, always, and cost accuracy or a warm-up: that
-is not for a stopwatch to decide. Name them in `candidates` to have them considered. A cast that takes as many bits as
-the gradients do is left out.
+Candidates by default are those that should leave a model as good as it would be without: bf16 and int8; with error
+feedback int6 and int4, too. bench/training.py is where that is seen. int2 and sign are faster on a slow link, always,
+and cost accuracy or a warm-up: that is not for a stopwatch to decide. Name them in `candidates` to have them
+considered. A cast that takes as many bits as the gradients do is left out.
 
 A plan that is made in a group is a collective, and the same on every rank: it is worked out from numbers that are.
 """
