@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
+from narrowcast.codecs import Codec
+from narrowcast.codecs import codec as as_codec
+from narrowcast.distributed.columns import chunks
 from narrowcast.distributed.feedback import Residuals
-from narrowcast.distributed.gradient_options import Mode
+from narrowcast.distributed.gradient_options import Mode, for_gradients
 from narrowcast.errors import StateDictError
 
 VERSION = 1
 KEYS = {"version", "step", "seed", "codec", "error_feedback", "ranks", "rank", "sender", "owner"}
 
 
-def check(state: Mapping[str, Any], mode: Mode, numels: Mapping[str, int] | None) -> None:
+def check(state: Mapping[str, Any]) -> None:
+    """Raise unless it is a state, of whatever run."""
     if not isinstance(state, Mapping) or not set(state) >= KEYS:
         raise StateDictError(
             "state: this is not what GradientCompression.state_dict() returns; it lacks "
@@ -21,24 +27,52 @@ def check(state: Mapping[str, Any], mode: Mode, numels: Mapping[str, int] | None
         )
     if state["version"] != VERSION:
         raise StateDictError(f"state: version {state['version']!r}, and this narrowcast knows {VERSION}. Update it.")
-    if numels is not None:
-        strange = [name for name in {**state["sender"], **state["owner"]} if name not in numels]
-        strange += [name for name, kept in state["sender"].items() if kept.numel() != numels.get(name, kept.numel())]
-        if strange:
-            raise StateDictError(
-                f"state: residuals for {', '.join(sorted(strange)[:5])}, which this model does not have in that size. "
-                "The state is of another model; load the one saved with this one."
-            )
-    if mode is False and (state["sender"] or state["owner"]):
+    for name, kept in (*state["sender"].items(), *state["owner"].items()):
+        if not isinstance(kept, Tensor):
+            raise StateDictError(f"state: the residual of {name} is a {type(kept).__name__}, and must be a tensor.")
+
+
+def codec_of(state: Mapping[str, Any]) -> Codec | None:
+    return None if state["codec"] is None else for_gradients(as_codec(state["codec"]))
+
+
+def check_fits(
+    state: Mapping[str, Any], mode: Mode, residuals: Residuals | None, numels: Mapping[str, int] | None
+) -> None:
+    """Raise unless it is of this rank of as many, with the same feedback, and of a model with the same parameters."""
+    check_world(residuals, state)
+    if (state["sender"] or state["owner"]) and state["error_feedback"] != mode:
         raise StateDictError(
-            f"state: holds residuals (error_feedback={state['error_feedback']!r}), and error_feedback is False here. "
-            "Pass the same error_feedback as in the run that was saved."
+            f"state: holds residuals (error_feedback={state['error_feedback']!r}), and error_feedback is {mode!r} "
+            "here. Pass the same error_feedback as in the run that was saved."
+        )
+    strange = [] if numels is None else _strange(state, numels)
+    if strange:
+        raise StateDictError(
+            f"state: residuals for {', '.join(sorted(strange)[:5])}, which this model does not have in that size. "
+            "The state is of another model; load the one saved with this one."
         )
 
 
+def _strange(state: Mapping[str, Any], numels: Mapping[str, int]) -> set[str]:
+    """Parameters of whose residuals the model has none, or in another size."""
+    sender, owner = state["sender"], state["owner"]
+    found = {name for name in (*sender, *owner) if name not in numels}
+    found |= {name for name, kept in sender.items() if kept.numel() != numels.get(name)}
+    for name in owner.keys() - found:
+        part = chunks(name, numels[name], state["ranks"])[0].part if state["ranks"] else 0
+        if owner[name].numel() != max(0, min(part, numels[name] - state["rank"] * part)):
+            found.add(name)
+    return found
+
+
 def check_world(residuals: Residuals | None, state: Mapping[str, Any]) -> None:
-    there = state["rank"], state["ranks"]
-    here = there if residuals is None else (residuals.rank, residuals.ranks)
+    if residuals is not None:
+        check_rank(residuals.rank, residuals.ranks, state)
+
+
+def check_rank(rank: int, ranks: int, state: Mapping[str, Any]) -> None:
+    here, there = (rank, ranks), (state["rank"], state["ranks"])
     if state["ranks"] and there != here:
         raise StateDictError(
             f"state: taken by rank {there[0]} of {there[1]}, loaded by rank {here[0]} of {here[1]}. Residuals "
@@ -50,6 +84,6 @@ def check_world(residuals: Residuals | None, state: Mapping[str, Any]) -> None:
 def load_residuals(residuals: Residuals | None, state: Mapping[str, Any]) -> None:
     """Go on with the residuals of a state: of the same rank of as many."""
     check_world(residuals, state)
-    if residuals is not None and state["ranks"]:
+    if residuals is not None:
         names = {*state["sender"], *state["owner"]}
         residuals.load({name: (state["sender"].get(name), state["owner"].get(name)) for name in names})

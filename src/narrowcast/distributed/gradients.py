@@ -46,7 +46,7 @@ from narrowcast.distributed.launch import perform, start
 from narrowcast.distributed.peers import Peers, peers_of
 from narrowcast.distributed.plan import Plan, choose_codec
 from narrowcast.distributed.stats import span
-from narrowcast.distributed.telemetry import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log
+from narrowcast.distributed.telemetry import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log, norm
 
 BUCKET = 25 * (1 << 20) // 4
 """Elements of a bucket, about, as DDP cuts them by default: what "auto" plans with."""
@@ -114,6 +114,8 @@ class GradientCompression:
         """Average a bucket over all ranks, in place: a future of it."""
         group = arguments.group_of(self.process_group, "compress_gradients")
         if group is None or group.size() == 1:
+            if self._loaded is not None:
+                gradient_state.check_rank(0, 1, self._loaded)
             self.step += last
             alone: torch.futures.Future[Tensor] = torch.futures.Future()
             alone.set_result(buffer)
@@ -139,13 +141,13 @@ class GradientCompression:
         peers = peers_of(group, like.device, "gradients")
         if not self._agreed:
             self.meet(peers, like.dtype)
-            self._agreed = True
             if self._auto and not self._chosen:
                 self._choose(group, like)
             if self.error_feedback and self.residuals is None:
                 self.residuals = self.make_residuals(self.error_feedback, peers.size, peers.rank)
             if self._loaded is not None:
                 self._take_residuals(self._loaded)
+            self._agreed = True
         return peers
 
     def meet(self, peers: Peers, dtype: torch.dtype, more: str = "") -> None:
@@ -206,6 +208,8 @@ class GradientCompression:
     def _use(self, codec: Codec | None, plan: Plan | None) -> None:
         self.codec, self.plan, self._chosen = codec, plan, True
         self.error_feedback = mode_of(self._feedback, codec, self._schedule)
+        if self.residuals is not None and self.residuals.mode != self.error_feedback:
+            self.residuals = None
 
     def _as_torch_does(
         self, group: dist.ProcessGroup, buffer: Tensor, index: int, last: bool
@@ -289,7 +293,7 @@ class GradientCompression:
         stats.steps, stats.busy_seconds, stats.exposed_seconds = self.step, self.clock.busy, self.clock.exposed
         if self.residuals is not None:
             sender, owner = self.residuals.tensors()
-            stats.residual_norm, stats.owner_residual_norm = _norm(sender), _norm(owner)
+            stats.residual_norm, stats.owner_residual_norm = norm(sender), norm(owner)
             stats.residual_bytes = sum(arguments.nbytes(tensor) for tensor in (*sender, *owner))
         return stats
 
@@ -320,10 +324,12 @@ class GradientCompression:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: by the same rank of as many, with the same parameters."""
-        gradient_state.check(state, self._auto or self.error_feedback, self.numels if self._named else None)
-        gradient_state.check_world(self.residuals, state)
-        if self._auto:  # what was chosen then
-            self._use(None if state["codec"] is None else for_gradients(as_codec(state["codec"])), self.plan)
+        gradient_state.check(state)
+        codec = gradient_state.codec_of(state) if self._auto else self.codec  # what was chosen then
+        mode = mode_of(self._feedback, codec, self._schedule)
+        gradient_state.check_fits(state, mode, self.residuals, self.numels if self._named else None)
+        if self._auto:
+            self._use(codec, self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])
         self._loaded = dict(state)
         self._agreed = False  # on the step, for one
@@ -341,7 +347,3 @@ def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
 
 def _mixed(seed: int, step: int) -> int:
     return (seed * 0x9E3779B97F4A7C15 + step * 0xD1342543DE82EF95) % (1 << 63)
-
-
-def _norm(tensors: Sequence[Tensor]) -> float:
-    return float(torch.stack([tensor.norm() for tensor in tensors]).norm()) if tensors else 0.0

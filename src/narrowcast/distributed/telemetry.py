@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 PROBE_EVERY = 50
@@ -139,6 +141,11 @@ def log(stats: GradientStats, writer: Any, step: int, prefix: str) -> None:
     """Write `stats` to a TensorBoard `SummaryWriter`, or anything with its `add_scalar`."""
     for name, value in stats.scalars().items():
         writer.add_scalar(f"{prefix}{name}", value, step)
+
+
+def norm(tensors: Sequence[Tensor]) -> float:
+    """Of all elements of all tensors."""
+    return float(torch.stack([tensor.norm() for tensor in tensors]).norm()) if tensors else 0.0
 
 
 class Clock:
