@@ -12,9 +12,9 @@
     hooks     both DDP hooks over gloo, one process per rank on this machine, beside their protocol with PyTorch's own
               conversions: as they are, they crash on gloo, so what they gather is read from the lists they gave
 
-A figure is the median over rounds in which both take turns. On one thread, time is the processor time of the calling
-thread, so that other processes count little; on several it is the wall clock's, and of the hooks the slowest rank's.
-The loops of PyTorch's files use one thread however many there are. `limit` is what the same run took for moving the
+A figure is the median over rounds in which both take turns. But for the hooks, time is the processor time of the
+calling thread, with one thread, so that other processes count little. (The loops of PyTorch's files use one thread
+however many there are.) Of the hooks it is the wall clock's, of the slowest rank. `limit` is what the same run took for moving the
 bytes alone: a copy of the input, reading the int8 weights once, and for the hooks gloo's all_reduce of the fp32 tensor.
 On a machine by itself the wire costs nothing, so that this is hard to beat; bench/wire.py has links of a known rate.
 """
@@ -79,18 +79,18 @@ class Line(NamedTuple):
         return [self.what, self.unit, *times, f"{self.ratio:,.1f}x", target]
 
 
-def turns(rounds: int, *works: Work, clock: Callable[[], float] = time.thread_time) -> list[float]:
+def turns(rounds: int, *works: Work) -> list[float]:
     """The median seconds of each, over rounds in which they take turns; a first round is not counted."""
     times = []
     for _ in range(rounds + 1):
-        times.append([seconds(work, clock) for work in works])
+        times.append([seconds(work) for work in works])
     return [statistics.median(column) for column in zip(*times[1:], strict=True)]
 
 
-def seconds(work: Work, clock: Callable[[], float]) -> float:
-    began = clock()
+def seconds(work: Work) -> float:
+    began = time.thread_time()
     work()
-    return clock() - began
+    return time.thread_time() - began
 
 
 # -- additive powers of two -------------------------------------------------------------------------------------------
@@ -163,19 +163,14 @@ def channel_lines(rounds: int) -> list[Line]:
 
     copied = seconds_each(rounds, lambda: target.copy_(flat))
     hooks: tuple[Work, Work] = observed, lambda: codec.encode(flat.view(1, -1), out=out)
-    pairs: list[tuple[str, tuple[Work, Work], int]] = [
-        ("quantize, scales given", both("_quantize_per_channel_backend", x, scale, zero), 1),
-        ("dequantize, scales given", both("_dequantize_per_channel_backend", coded, scale, zero), 1),
-        ("quantize as the hooks do", hooks, 1),
-        ("quantize as the hooks do", hooks, os.cpu_count() or 1),
+    pairs: list[tuple[str, tuple[Work, Work], float | None]] = [
+        ("quantize, scales given", both("_quantize_per_channel_backend", x, scale, zero), None),
+        ("dequantize, scales given", both("_dequantize_per_channel_backend", coded, scale, zero), None),
+        ("quantize as the hooks do", hooks, 100),
     ]
     lines = []
-    for name, contenders, threads in pairs:
-        torch.set_num_threads(threads)
-        took = turns(rounds, *contenders, clock=time.thread_time if threads == 1 else time.perf_counter)
-        named = f"per channel: {name}, 6M, {threads} thread{'s' if threads > 1 else ''}"
-        lines.append(Line(named, "ms", *took, copied, 100 if threads > 1 else None))
-    torch.set_num_threads(1)
+    for name, contenders, aim in pairs:
+        lines.append(Line(f"per channel: {name}, 6M", "ms", *turns(max(rounds, 9), *contenders), copied, aim))
     return lines
 
 
