@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from narrowcast.errors import ModelKindError, StateDictError
 
 # Looked for, not imported: that takes seconds, and the ranks do it.
-pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+MISSING = [name for name in ("lightning", "tensorboard") if find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {MISSING}")
 
 EPOCHS, BATCHES = 3, 2
 
@@ -81,6 +82,13 @@ def train(rank: int, path: str) -> dict[str, Any]:
     compression = whole.callbacks[0].compression
     stats = compression.stats()
     found["ratio"], found["steps"], found["residual"] = stats.ratio, stats.steps, stats.residual_norm
+
+    if rank == 0:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(folder / "events")) as writer:
+            compression.log(writer)
+        found["scalars"] = stats.scalars()
 
     part = fit(folder, 1)
     part.save_checkpoint(folder / "part.ckpt")
@@ -179,3 +187,14 @@ def test_stats_are_logged_as_often_as_the_trainer_logs(trained: Trained) -> None
     assert [int(row["step"]) for row in rows] == [4]
     assert float(rows[0]["gradients/saved_bytes"]) > 0
     assert float(rows[0]["gradients/residual_norm"]) > 0
+
+
+def test_stats_are_written_for_tensorboard(trained: Trained) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(trained[0] / "events"))
+    events.Reload()
+    written = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    meant = trained[1][0]["scalars"]  # TensorBoard keeps them in fp32
+    assert written == {f"gradients/{name}": [(6, float(torch.tensor(value)))] for name, value in meant.items()}
+    assert {"gradients/ratio", "gradients/hidden_seconds", "gradients/sqnr/bucket 0"} <= set(written)
