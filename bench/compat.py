@@ -14,9 +14,10 @@
 
 A figure is the median over rounds in which both take turns. But for the hooks, time is the processor time of the
 calling thread, with one thread, so that other processes count little. (The loops of PyTorch's files use one thread
-however many there are.) Of the hooks it is the wall clock's, of the slowest rank. `limit` is what the same run took for moving the
-bytes alone: a copy of the input, reading the int8 weights once, and for the hooks gloo's all_reduce of the fp32 tensor.
-On a machine by itself the wire costs nothing, so that this is hard to beat; bench/wire.py has links of a known rate.
+however many there are.) Of the hooks it is the wall clock's, of the slowest rank. `limit` is what the same run took for
+moving the bytes alone: a copy of the input, reading the int8 weights once, and for the hooks gloo's all_reduce of the
+fp32 tensor. On a machine by itself the wire costs nothing, so that this is hard to beat; bench/wire.py has links of a
+known rate.
 """
 
 from __future__ import annotations

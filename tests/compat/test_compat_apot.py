@@ -313,6 +313,19 @@ def test_a_state_dict_carries_the_grid() -> None:
     other.disable_observer()
     assert torch.equal(other(x), y)
     assert other.quantization_levels.dtype == torch.float32
+    other(x * 5)
+    assert torch.equal(other.alpha, x.abs().max())
+    other.load_state_dict({**other.state_dict(), "activation_post_process.max_val": torch.tensor(7.0)})
+    assert other(torch.tensor([9.0])).tolist() == [7.0]
+
+
+def test_what_ranks_must_share_has_one_shape_whatever_the_data() -> None:
+    # DDP broadcasts buffers: a rank that saw negative numbers and one that did not have different grids.
+    fakes = [APoTFakeQuantize(b=4, k=2), APoTFakeQuantize(b=4, k=2)]
+    for fake, x in zip(fakes, (torch.rand(5), torch.randn(5)), strict=True):
+        fake(x)
+    shapes = [[(name, buffer.shape) for name, buffer in fake.named_buffers()] for fake in fakes]
+    assert shapes[0] == shapes[1]
 
 
 def test_a_layer_trains_with_the_qconfigs() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.ao.quantization.fake_quantize import FakeQuantizeBase
 
 from narrowcast.compat.apot.fake_quantize_function import fake_quantize_function
-from narrowcast.compat.apot.observer import APoTObserver, QParams, take_shapes
+from narrowcast.compat.apot.observer import APoTObserver, QParams
 from narrowcast.errors import CalibrationError
-from narrowcast.nn.observers import keep_dtype
 
 
 class APoTFakeQuantize(FakeQuantizeBase):
@@ -22,10 +20,9 @@ class APoTFakeQuantize(FakeQuantizeBase):
     always takes the unsigned one, where negative numbers become 0: that is `signed=False`.
     """
 
-    alpha: Tensor
-    gamma: Tensor
-    quantization_levels: Tensor
-    level_indices: Tensor
+    qparams: QParams | None
+    """alpha, gamma, levels and codes in use. Made of the observer's extremes, which a state dict carries; so that these
+    are all that DDP has to keep the same on every rank."""
 
     def __init__(
         self, observer: Callable[..., APoTObserver] = APoTObserver, signed: bool | None = None, **observer_kwargs: Any
@@ -34,10 +31,23 @@ class APoTFakeQuantize(FakeQuantizeBase):
         self.activation_post_process = observer(**observer_kwargs)
         self.dtype = self.activation_post_process.dtype
         self.signed = signed
-        device = (observer_kwargs.get("factory_kwargs") or {}).get("device")
-        for name in ("alpha", "gamma", "quantization_levels"):
-            self.register_buffer(name, torch.empty(0, device=device))
-        self.register_buffer("level_indices", torch.empty(0, dtype=torch.int64, device=device))
+        self.qparams = None
+
+    @property
+    def alpha(self) -> Tensor | None:
+        return None if self.qparams is None else self.qparams[0]
+
+    @property
+    def gamma(self) -> Tensor | None:
+        return None if self.qparams is None else self.qparams[1]
+
+    @property
+    def quantization_levels(self) -> Tensor | None:
+        return None if self.qparams is None else self.qparams[2]
+
+    @property
+    def level_indices(self) -> Tensor | None:
+        return None if self.qparams is None else self.qparams[3]
 
     def calculate_qparams(self, signed: bool | None = None) -> QParams:  # type: ignore[override]
         """alpha, gamma, levels and codes of what was observed."""
@@ -50,20 +60,22 @@ class APoTFakeQuantize(FakeQuantizeBase):
     def forward(self, X: Tensor, signed: bool | None = None) -> Tensor:
         if int(self.observer_enabled):
             self.activation_post_process(X)
-            self.alpha, self.gamma, self.quantization_levels, self.level_indices = self.calculate_qparams(signed)
+            self.qparams = self.calculate_qparams(signed)
         if not int(self.fake_quant_enabled):
             return X
-        if not self.quantization_levels.numel():
-            raise CalibrationError(
-                "this APoTFakeQuantize has no levels yet, and its observer is disabled. Call enable_observer() and run "
-                "one batch first, or load a state dict that has them."
-            )
-        qparams = self.alpha, self.gamma, self.quantization_levels, self.level_indices
-        return fake_quantize_function.apply(X, *qparams)  # type: ignore[no-any-return,no-untyped-call]
+        if self.qparams is None:
+            if not self.activation_post_process.min_val.numel():
+                raise CalibrationError(
+                    "this APoTFakeQuantize has no levels yet, and its observer is disabled. Call enable_observer() and "
+                    "run one batch first, or load a state dict of one that has."
+                )
+            self.qparams = self.calculate_qparams(signed)
+        return fake_quantize_function.apply(X, *self.qparams)  # type: ignore[no-any-return,no-untyped-call]
 
     def _apply(self, fn: Any, recurse: bool = True) -> APoTFakeQuantize:
-        return super()._apply(lambda tensor: keep_dtype(fn, tensor), recurse)  # type: ignore[no-any-return,no-untyped-call]
+        self.qparams = None  # to be made again, where the extremes are then
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        take_shapes(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self.qparams = None
+        super()._load_from_state_dict(*arguments)

@@ -75,19 +75,14 @@ class APoTObserver(ObserverBase):
         return super()._apply(lambda tensor: keep_dtype(fn, tensor), recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        take_shapes(self, state_dict, prefix)
+        for name, buffer in self._buffers.items():
+            found = state_dict.get(prefix + name)
+            if isinstance(found, Tensor) and buffer is not None:  # which is empty before data was seen
+                self._buffers[name] = torch.empty(found.shape, dtype=found.dtype, device=buffer.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         return f"b={self.b}, k={self.k}"
-
-
-def take_shapes(module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Give buffers the shape and dtype of what is to be loaded: before data was seen they are empty."""
-    for name, buffer in module._buffers.items():
-        found = state_dict.get(prefix + name)
-        if isinstance(found, Tensor) and buffer is not None:
-            module._buffers[name] = torch.empty(found.shape, dtype=found.dtype, device=buffer.device)
 
 
 @lru_cache(maxsize=64)
