@@ -220,12 +220,12 @@ def test_the_summary_sets_the_mix_beside_the_best_single_codec(tmp_path: Path, f
 def test_a_budget_that_cannot_be_names_the_smallest_that_can(tmp_path: Path, file: Path) -> None:
     rules = tmp_path / "rules.toml"
     result = inspect(file, "--budget", 2, "--rules-out", rules)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     found = re.search(r"budget=2 bits per weight: .* Ask for ([\d.]+) or more", words(result))
     assert found
     assert not rules.exists()
     assert inspect(file, "--budget", found[1], "--rules-out", rules).exit_code == 0
-    assert inspect(file, "--budget", float(found[1]) - 0.002, "--rules-out", rules).exit_code == 1
+    assert inspect(file, "--budget", float(found[1]) - 0.002, "--rules-out", rules).exit_code == 2
 
 
 # -- the figure ------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_a_figure_names_every_weight_and_codec_and_rings_the_chosen(tmp_path: Pa
 
 def test_a_figure_of_an_unknown_kind_is_refused(tmp_path: Path, file: Path) -> None:
     result = inspect(file, "--plot", tmp_path / "figure.docx")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert ".png, .svg or .pdf" in words(result)
 
 
@@ -264,7 +264,7 @@ def test_without_matplotlib_the_error_says_what_to_install(file: Path, tmp_path:
         f"app(['inspect', {str(file)!r}, '--plot', {str(tmp_path / 'figure.png')!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "--plot: drawing needs the package matplotlib" in done.stderr
     assert "pip install 'narrowcast[plot]'" in done.stderr
 
@@ -282,18 +282,18 @@ def test_without_matplotlib_the_error_says_what_to_install(file: Path, tmp_path:
         (["--budget", "5", "--skip", "."], "no weight to spend it on"),
     ],
 )
-def test_arguments_that_cannot_be_end_with_1_and_the_reason(arguments: list[str], message: str, file: Path) -> None:
+def test_arguments_that_cannot_be_end_with_2_and_the_reason(arguments: list[str], message: str, file: Path) -> None:
     result = inspect(file, *arguments, "--rules-out", file.parent / "rules.toml")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in words(result)
 
 
-def test_a_file_that_is_no_checkpoint_ends_with_1_and_the_reason(tmp_path: Path) -> None:
+def test_a_file_that_is_no_checkpoint_ends_with_2_and_the_reason(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x80\x04pickle")
     result = inspect(tmp_path)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "not a whole safetensors file" in words(result)
-    assert inspect(tmp_path / "nothing").exit_code == 1
+    assert inspect(tmp_path / "nothing").exit_code == 2
 
 
 def test_codecs_may_have_options_of_several_parts() -> None:

@@ -216,7 +216,7 @@ def test_tied_weights_stay_tied_and_a_rule_for_one_is_a_rule_for_both(tmp_path: 
     found = report(tmp_path / "x.safetensors", tmp_path / "z.safetensors", "--rules", tmp_path / "rules.toml")
     assert found["skips"] == {"embed.weight": "tied to head.weight, which a rule leaves alone"}
     (tmp_path / "rules.toml").write_text("[rules]\nhead = 'int2'")
-    words = failed(1, tmp_path / "x.safetensors", tmp_path / "w.safetensors", "--rules", tmp_path / "rules.toml")
+    words = failed(2, tmp_path / "x.safetensors", tmp_path / "w.safetensors", "--rules", tmp_path / "rules.toml")
     assert "one tied weight, which can have one codec" in words
 
 
@@ -290,7 +290,7 @@ def test_a_weight_that_is_not_finite_is_refused_unless_asked(tmp_path: Path, val
     weight = torch.ones(4, 64)
     weight[2, 3] = value
     nc.save({"good.weight": torch.ones(4, 64), "bad.weight": weight}, tmp_path / "source", max_shard_size=1)
-    words = failed(1, tmp_path / "source", tmp_path / "target", "--codec", "int4:block=64")
+    words = failed(2, tmp_path / "source", tmp_path / "target", "--codec", "int4:block=64")
     assert "'bad.weight' holds an infinity or a NaN" in words
     assert '"bad" = false' in words
     report(tmp_path / "source", tmp_path / "other", "--codec", "int4:block=64", "--allow-nonfinite")
@@ -301,15 +301,15 @@ def test_a_weight_that_is_not_finite_is_refused_unless_asked(tmp_path: Path, val
 
 def test_what_is_quantized_already_is_refused(source: Path, tmp_path: Path) -> None:
     report(source, tmp_path / "once")
-    assert '"quantization_config"' in failed(1, tmp_path / "once", tmp_path / "twice")
+    assert '"quantization_config"' in failed(2, tmp_path / "once", tmp_path / "twice")
     (tmp_path / "once" / "config.json").unlink()
-    assert "quantized already. Start from the original" in failed(1, tmp_path / "once", tmp_path / "twice")
+    assert "quantized already. Start from the original" in failed(2, tmp_path / "once", tmp_path / "twice")
 
 
 def test_weights_that_gpt2_keeps_transposed_are_refused_unless_left(tmp_path: Path) -> None:
     nc.save({"h.0.attn.c_attn.weight": torch.ones(64, 192), "wte.weight": torch.ones(9, 64)}, tmp_path / "source")
     (tmp_path / "source" / "config.json").write_text('{"model_type": "gpt2"}')
-    assert "keep these weights as [in, out]" in failed(1, tmp_path / "source", tmp_path / "target")
+    assert "keep these weights as [in, out]" in failed(2, tmp_path / "source", tmp_path / "target")
     (tmp_path / "rules.toml").write_text("[rules]\n'c_attn|q_attn|c_fc|c_proj' = false")
     report(tmp_path / "source", tmp_path / "target", "--rules", tmp_path / "rules.toml")
     assert read(tmp_path / "target").encodings.keys() == {"wte.weight"}
@@ -318,7 +318,7 @@ def test_weights_that_gpt2_keeps_transposed_are_refused_unless_left(tmp_path: Pa
 def test_a_damaged_source_is_refused(source: Path, tmp_path: Path) -> None:
     shard = next(source.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert "not a whole safetensors file" in failed(1, source, tmp_path / "target")
+    assert "not a whole safetensors file" in failed(2, source, tmp_path / "target")
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -409,7 +409,7 @@ def test_an_error_on_one_process_ends_all_of_them_in_the_same_words(tmp_path: Pa
     ranks = [subprocess.Popen(arguments, env={**common, "RANK": str(rank)}, **pipes) for rank in range(2)]
     for rank in ranks:
         _, errors = rank.communicate(timeout=120)
-        assert rank.returncode == 1
+        assert rank.returncode == 2
         assert "'layers.1.weight' holds an infinity or a NaN" in " ".join(errors.split())
     # What was finished stays for the next run.
     assert len([*(tmp_path / "target").glob("*.safetensors")]) == 2

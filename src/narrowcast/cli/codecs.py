@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,14 +25,22 @@ def codecs(
     if as_json:
         print(json.dumps(rows))
         return
-    table = Table("codec", "bits", "block", "bytes per element", "SQNR, dB")
+    table = Table("codec")
+    for heading in ("bits", "block", "bytes per element", "SQNR, dB"):
+        table.add_column(heading, justify="right")
     for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+        size, ratio = f"{row['bytes_per_element']:.4f}", row["sqnr_db"]
+        cells = str(row["codec"]), str(row["bits"]), str(row["block"] or "-"), size
+        table.add_row(*cells, "exact" if ratio is None else f"{ratio:.1f}")
+    console = Console()
+    console.print(table)
+    console.print(
+        "Of 262,144 normal numbers in fp32; bytes count the scales. Options go behind a colon: int4:block=64."
+    )
 
 
 def catalogue() -> list[dict[str, object]]:
-    """What `narrowcast codecs` prints, one mapping per codec."""
+    """What `narrowcast codecs` prints, one mapping per codec. An exact codec has no ratio: JSON has no infinity."""
     import torch
 
     import narrowcast as nc
@@ -42,7 +51,8 @@ def catalogue() -> list[dict[str, object]]:
         codec = nc.codec(name)
         payload = nc.encode(x, codec)
         row = {"codec": name, "bits": codec.bits, "block": codec.block, "bytes_per_element": payload.nbytes / x.numel()}
-        rows.append({**row, "sqnr_db": sqnr(x, nc.decode(payload))})
+        ratio = sqnr(x, nc.decode(payload))
+        rows.append({**row, "sqnr_db": ratio if math.isfinite(ratio) else None})
     return rows
 
 

@@ -48,40 +48,20 @@ def inspect(
 
     Example: narrowcast inspect model/ --budget 4.5 --rules-out rules.toml
     """
-    from narrowcast.errors import NarrowcastError
-
-    errors = Console(stderr=True)
-    try:
-        _inspect(path, codecs, plot, budget, rules_out, skip or [], as_json, errors)
-    except NarrowcastError as error:
-        errors.print(f"error: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
-        raise typer.Exit(1) from error
-
-
-def _inspect(
-    path: Path,
-    codecs: str,
-    plot: Path | None,
-    budget: float | None,
-    rules_out: Path,
-    skip: list[str],
-    as_json: bool,
-    errors: Console,
-) -> None:
     from narrowcast.cli.weights import weights_in
     from narrowcast.sensitivity import plan
 
     if plot is not None:
         from narrowcast.cli import inspect_plot  # before the work: matplotlib may be missing
     chosen = parse_codecs(codecs)
-    kept = [_expression(pattern) for pattern in skip]
+    kept = [_expression(pattern) for pattern in skip or []]
     weights, others = weights_in(path)
-    lines = _measure(weights, chosen, errors)
+    lines = _measure(weights, chosen)
     free = [line for line in lines if _why_not(line, kept) is None]
     found = None
     if budget is not None:
         found = plan([line.statistics for line in free], [codec.spec for codec in chosen], budget)
-        rules_out.write_text(rules(lines, kept, found), encoding="utf-8")
+        _write(rules_out, rules(lines, kept, found))
     if plot is not None:
         inspect_plot.draw([line.statistics for line in lines if line.weight.codec is None], found, plot)
     if as_json:
@@ -136,6 +116,16 @@ def _why_not(line: Line, kept: Sequence[re.Pattern[str]]) -> str | None:
     return f"--skip {matching}" if matching else None
 
 
+def _write(path: Path, text: str) -> None:
+    """A file that is there whole or not at all."""
+    from narrowcast.checkpoint.files import Staging
+
+    with Staging(path.absolute().parent) as staging:
+        with staging.file(path.name) as file:
+            file.write(text.encode())
+        staging.publish()
+
+
 def _expression(pattern: str) -> re.Pattern[str]:
     from narrowcast.errors import SpecError
 
@@ -145,12 +135,13 @@ def _expression(pattern: str) -> re.Pattern[str]:
         raise SpecError(f"--skip {pattern!r}: not a regular expression: {error}.") from error
 
 
-def _measure(weights: Sequence[Weight], codecs: Sequence[Codec], errors: Console) -> list[Line]:
+def _measure(weights: Sequence[Weight], codecs: Sequence[Codec]) -> list[Line]:
     from narrowcast.sensitivity import measure
 
     lines = []
     columns = TextColumn("measuring"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn()
-    with Progress(*columns, TextColumn("{task.description}"), console=errors, transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as progress:
         task = progress.add_task("", total=sum(weight.rows * weight.columns for weight in weights))
         for weight in weights:
             progress.update(task, description=weight.name)

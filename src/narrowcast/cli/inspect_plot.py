@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from narrowcast.checkpoint.files import Staging
 from narrowcast.errors import PlotError
 from narrowcast.sensitivity import Plan, Statistics
 
@@ -46,5 +47,8 @@ def draw(weights: Sequence[Statistics], found: Plan | None, path: Path) -> Figur
     axes.set_title(title, fontsize=10)
     axes.grid(axis="both", linewidth=0.4, alpha=0.6, zorder=0)
     figure.legend(loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=130)
+    with Staging(path.absolute().parent) as staging:
+        with staging.file(path.name) as file:
+            figure.savefig(file, dpi=130, format=path.suffix[1:].lower())
+        staging.publish()
     return figure

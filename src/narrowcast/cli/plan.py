@@ -1,7 +1,7 @@
 """`narrowcast plan`: which codec gradients should travel in, on the network there is or on one that is thought of.
 
 Live, under torchrun, every rank measures the link and the codecs. On paper, with --ranks and --bandwidth, codecs are
-measured on this machine and the rest is worked out. Bad arguments end with one line and exit code 2.
+measured on this machine and the rest is worked out.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from narrowcast.cli.failing import refuse
+from narrowcast.cli.launched import rank, world
 
 if TYPE_CHECKING:
     import torch
@@ -49,37 +52,33 @@ def plan(
     delay = _amount("--latency", latency, TIMES, "50us or 1ms")
     rate = None if bandwidth is None else _amount("--bandwidth", bandwidth, RATES, "100mbit or 10gbit", least=1)
     if dtype not in DTYPES:
-        _refuse(f"--dtype {dtype!r}: gradients are {', '.join(DTYPES)}. Write, for example, --dtype bf16.")
+        refuse(f"--dtype {dtype!r}: gradients are {', '.join(DTYPES)}. Write, for example, --dtype bf16.")
     if bucket_mb <= 0:
-        _refuse(f"--bucket-mb {bucket_mb}: a bucket holds something. DDP's own is --bucket-mb 25.")
+        refuse(f"--bucket-mb {bucket_mb}: a bucket holds something. DDP's own is --bucket-mb 25.")
     if margin < 0:
-        _refuse(f"--margin {margin}: a share of the fastest time, zero or more. Write 0.1 for 10%.")
+        refuse(f"--margin {margin}: a share of the fastest time, zero or more. Write 0.1 for 10%.")
     if device not in ("cpu", "cuda"):
-        _refuse(f"--device {device!r}: gradients are on cpu or cuda.")
-    live = ranks is None and rate is None and _world() > 1
+        refuse(f"--device {device!r}: gradients are on cpu or cuda.")
+    live = ranks is None and rate is None and world() > 1
     if not live:
         _check_paper(ranks, bandwidth)
 
     import torch
 
     from narrowcast.distributed import plan as planning
-    from narrowcast.errors import NarrowcastError, SpecError
 
     if device == "cuda" and not torch.cuda.is_available():
-        _refuse("--device cuda: torch sees no GPU here, and codecs are measured where they run. Use --device cpu.")
+        refuse("--device cuda: torch sees no GPU here, and codecs are measured where they run. Use --device cpu.")
     kind = getattr(torch, DTYPES[dtype])
-    try:
-        feedback = None if error_feedback else False
-        given = planning.candidates_for(kind, feedback) if codecs is None else tuple(codecs.split(","))
-        buckets = planning.buckets_of(count, kind, bucket_mb)
-        options = {"dtype": kind, "error_feedback": feedback, "margin": margin}
-        if live:
-            made = _live(buckets, device, given, options)
-        else:
-            made = _on_paper(buckets, ranks or 0, rate or 0.0, delay, device, given, options)
-    except NarrowcastError as error:
-        _refuse(str(error), 2 if isinstance(error, SpecError) else 1)
-    if _rank() == 0:
+    feedback = None if error_feedback else False
+    given = planning.candidates_for(kind, feedback) if codecs is None else tuple(codecs.split(","))
+    buckets = planning.buckets_of(count, kind, bucket_mb)
+    options = {"dtype": kind, "error_feedback": feedback, "margin": margin}
+    if live:
+        made = _live(buckets, device, given, options)
+    else:
+        made = _on_paper(buckets, ranks or 0, rate or 0.0, delay, device, given, options)
+    if rank() == 0:
         if as_json:
             print(json.dumps({**made.as_dict(), "params": count, "live": live}))
         else:
@@ -95,38 +94,24 @@ def _amount(option: str, text: str, units: dict[str, int] | dict[str, float], ex
     unit = match[2].lower() if match else ""
     if match is None or unit not in units:
         known = ", ".join(name for name in units if name)
-        _refuse(f"{option} {text!r}: a number and a unit ({known}), such as {example}.")
+        refuse(f"{option} {text!r}: a number and a unit ({known}), such as {example}.")
     value = float(match[1]) * units[unit]
     if value < least:
-        _refuse(f"{option} {text!r}: at least {least:g} is needed; write, for example, {example}.")
+        refuse(f"{option} {text!r}: at least {least:g} is needed; write, for example, {example}.")
     return value
 
 
 def _check_paper(ranks: int | None, bandwidth: str | None) -> None:
     if ranks is None and bandwidth is None:
-        _refuse(
+        refuse(
             "nothing to measure: this is a single process. Start it with `torchrun --nproc-per-node 4 --no-python "
             "narrowcast plan ...` to measure, or plan on paper with --ranks 16 --bandwidth 10gbit."
         )
     if ranks is None or bandwidth is None:
         missing = "--ranks 16" if ranks is None else "--bandwidth 10gbit"
-        _refuse(f"--ranks and --bandwidth make a plan on paper together: add, for example, {missing}.")
+        refuse(f"--ranks and --bandwidth make a plan on paper together: add, for example, {missing}.")
     if ranks < 2:
-        _refuse(f"--ranks {ranks}: gradients travel between two ranks or more. Write, for example, --ranks 16.")
-
-
-def _refuse(message: str, code: int = 2) -> NoReturn:
-    if _rank() == 0:
-        Console(stderr=True).print(f"error: {message}", style="red", soft_wrap=True, highlight=False, markup=False)
-    raise typer.Exit(code)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0")) if _world() > 1 else 0
-
-
-def _world() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+        refuse(f"--ranks {ranks}: gradients travel between two ranks or more. Write, for example, --ranks 16.")
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,17 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+
+from narrowcast.cli.bars import bytes_bar
+from narrowcast.cli.failing import refuse
+from narrowcast.cli.launched import rank, world
 
 if TYPE_CHECKING:
     from narrowcast.checkpoint.conversion import Conversion
 
 
 def quantize(
-    source: Annotated[
-        Path, typer.Argument(metavar="SRC", exists=True, help="A safetensors file, or a model's folder.")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A safetensors file, or a model's folder.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or a file that ends in .safetensors.")],
     codec: Annotated[str, typer.Option(help="The codec of weights that no rule is for.")] = "int8",
     rules: Annotated[Path | None, typer.Option(help="TOML or JSON: [rules], regex = codec or false.")] = None,
@@ -38,34 +38,20 @@ def quantize(
 
     Example: narrowcast quantize llama/ llama-int4/ --codec int4:block=64 --rules rules.toml
     """
-    from narrowcast.checkpoint.conversion import plan_conversion
-    from narrowcast.errors import NarrowcastError, SpecError, TargetError
+    if not source.exists():
+        refuse(f"SRC={str(source)!r}: no such file or folder. Check the path.")
 
-    _check_size(max_shard_size)
-    errors = Console(stderr=True)
-    try:
-        options: dict[str, Any] = {"max_shard_size": max_shard_size, "allow_nonfinite": allow_nonfinite}
-        conversion = plan_conversion(source, target, codec, _read_rules(rules), **options)
-        kept = _run(conversion, overwrite, errors)
-    except (NarrowcastError, OSError) as error:
-        errors.print(f"error: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
-        raise typer.Exit(2 if isinstance(error, (SpecError, TargetError)) else 1) from error
-    if _rank() == 0:
+    from narrowcast.checkpoint.conversion import plan_conversion
+
+    options: dict[str, Any] = {"max_shard_size": max_shard_size, "allow_nonfinite": allow_nonfinite}
+    conversion = plan_conversion(source, target, codec, _read_rules(rules), **options)
+    kept = _run(conversion, overwrite)
+    if rank() == 0:
         summary = {**conversion.summary(), "files_kept": kept}
         if as_json:
             print(json.dumps(summary))
         else:
             _show(summary, Console())
-
-
-def _check_size(size: str | None) -> None:
-    from narrowcast.checkpoint.saving import size_in_bytes
-    from narrowcast.errors import CheckpointError
-
-    try:
-        size_in_bytes(size or 1)
-    except CheckpointError as error:
-        raise typer.BadParameter(str(error), param_hint="--max-shard-size") from error
 
 
 def _read_rules(path: Path | None) -> dict[str, Any] | None:
@@ -106,23 +92,14 @@ def _toml(path: Path) -> Callable[[str], Any]:
 # -- on every rank ----------------------------------------------------------------------------------------------------
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0")) if _world() > 1 else 0
-
-
-def _world() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _run(conversion: Conversion, overwrite: bool, errors: Console) -> list[str]:
+def _run(conversion: Conversion, overwrite: bool) -> list[str]:
     """Convert this rank's share of the files; the names of those that an earlier run had finished, on all ranks."""
-    with _group() if _world() > 1 else nullcontext():
-        first = _rank() == 0
+    with _group() if world() > 1 else nullcontext():
+        first = rank() == 0
         _together(lambda: conversion.prepare(overwrite) if first else None)
-        mine = conversion.parts[_rank() :: _world()]
+        mine = conversion.parts[rank() :: world()]
         total = sum(part.nbytes for part in mine)
-        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-        progress = Progress(*columns, TimeRemainingColumn(), console=errors, disable=not first, transient=True)
+        progress = bytes_bar(shown=first)
 
         def work() -> list[str]:
             kept = []
@@ -155,8 +132,8 @@ def _together(work: Callable[[], Any]) -> list[Any]:
     except (NarrowcastError, OSError) as caught:
         error = caught
     answers: list[Any] = [(error, result)]
-    if _world() > 1:
-        answers *= _world()
+    if world() > 1:
+        answers *= world()
         dist.all_gather_object(answers, (error, result))
     for failed, _ in answers:
         if failed is not None:

@@ -1,0 +1,96 @@
+"""The quick self-check of `narrowcast doctor`: every kernel gives the reference's bytes, for every codec.
+
+The rows hold what goes wrong first: ordinary numbers, zeros, a NaN, an infinity, denormals, one outlier, and a length
+that is no multiple of any block. Encoded bytes, decoded bits and the fused sum of the rows are compared. It is a check
+of an installation, in a second; the tests of the repository check the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from narrowcast.codecs import Codec, list_codecs
+from narrowcast.codecs import codec as as_codec
+from narrowcast.kernels import native, reference
+from narrowcast.kernels.ops import Kernel, kernel_for
+
+NUMEL = 531
+SEED = 7
+_OPTIONS = (
+    "int4:block=row",
+    "int8:zero_point=true",
+    "int4:stochastic=true",
+    "int4:block=32,scale=bf16",
+    "nf4:block=32",
+)
+
+
+def specs() -> list[str]:
+    """The codecs that are tried: each by its name, and some options that take other ways through the kernels."""
+    return [*list_codecs(), *_OPTIONS]
+
+
+def kernels() -> list[tuple[Kernel, torch.device]]:
+    """Every compiled kernel that this machine can run: each instruction set of the CPU, and the GPU's."""
+    found: list[tuple[Kernel, torch.device]] = []
+    for isa in native.ISAS:
+        kernel, _ = native.load(isa)
+        if kernel is not None:
+            found.append((kernel, torch.device("cpu")))
+    if torch.cuda.is_available() and kernel_for("cuda").name != "reference":
+        found.append((kernel_for("cuda"), torch.device("cuda")))
+    return found
+
+
+def rows() -> Tensor:
+    """What is encoded."""
+    x = torch.randn(6, NUMEL, generator=torch.Generator().manual_seed(0))
+    x[1] = 0
+    x[2, 130] = math.nan
+    x[3, 17], x[3, 400] = math.inf, -math.inf
+    x[4] *= 1e-41
+    x[5, 300] = 3e30
+    return x
+
+
+def differing(
+    kernel: Kernel, device: torch.device, advance: Callable[[], object] = lambda: None
+) -> list[tuple[str, str]]:
+    """The codecs in which a kernel and the reference disagree, and in what."""
+    wrong: list[tuple[str, str]] = []
+    for spec in specs():
+        what = _first_difference(kernel, as_codec(spec), device)
+        if what is not None:
+            wrong.append((spec, what))
+        advance()
+    return wrong
+
+
+def _first_difference(kernel: Kernel, codec: Codec, device: torch.device) -> str | None:
+    plain, here = codec._recipe(torch.device("cpu")), codec._recipe(device)
+    x = rows()
+    data = reference.encode(x, plain, SEED)
+    out = torch.empty_like(data, device=device)
+    kernel.encode(out, x.to(device), here, SEED)
+    if not torch.equal(out.cpu(), data):
+        return "encoded bytes"
+    back = torch.empty_like(x, device=device)
+    kernel.decode(back, data.to(device), here)
+    if not _same_bits(back.cpu(), reference.decode(data, NUMEL, plain, x.dtype)):
+        return "decoded bits"
+    total = torch.empty(NUMEL, device=device)
+    kernel.decode_sum(total, data.to(device), here, None, 0, 3)
+    if not _same_bits(total.cpu(), reference.decode_sum(data, NUMEL, plain, None, 0, 3, x.dtype)):
+        return "bits of a sum"
+    return None
+
+
+def _same_bits(found: Tensor, wanted: Tensor) -> bool:
+    # The bits of a NaN that an addition makes are the processor's.
+    nan = wanted.isnan()
+    same = found.view(torch.int32) == wanted.view(torch.int32)
+    return bool((same | nan).all() and torch.equal(found.isnan(), nan))

@@ -1,0 +1,31 @@
+"""The files that a command reads and writes: what their names must be, before any of them is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from narrowcast.errors import CheckpointError, MissingFileError, TargetError
+
+
+def check_source(path: Path, endings: tuple[str, ...]) -> None:
+    """Refuse a source that is not there, or is no file of these kinds."""
+    if not path.exists():
+        raise MissingFileError(f"SRC={str(path)!r}: no such file. Check the path.")
+    if path.is_dir():
+        raise CheckpointError(f"SRC={str(path)!r}: is a folder. Name a file; folders are for narrowcast quantize.")
+    if path.suffix not in endings:
+        raise CheckpointError(f"SRC={str(path)!r}: expected a file that ends in {' or '.join(endings)}.")
+
+
+def check_target(path: Path, endings: tuple[str, ...], source: Path, overwrite: bool) -> None:
+    """Refuse a target that is of another kind, is taken, or has no folder to be in."""
+    if path.suffix not in endings:
+        raise TargetError(f"DST={str(path)!r}: a file that ends in {' or '.join(endings)} is written.")
+    if not path.absolute().parent.is_dir():
+        raise TargetError(f"DST={str(path)!r}: there is no folder {str(path.parent)!r}. Make it first.")
+    if path.exists() and path.samefile(source):
+        raise TargetError(f"DST={str(path)!r}: is the source. Name another file; the original is never changed.")
+    if path.is_dir():
+        raise TargetError(f"DST={str(path)!r}: is a folder. Name a file in it.")
+    if path.exists() and not overwrite:
+        raise TargetError(f"DST={str(path)!r}: is there already. Pass --overwrite, or name another file.")
