@@ -74,6 +74,8 @@ def grads(module: nn.Module) -> Named:
 
 
 def parameters_of(module: nn.Module) -> Named:
+    for part in every(module):
+        part.reshard()  # a root keeps what it gathered until backward
     return {name: whole(p.detach()) for name, p in module.named_parameters()}
 
 

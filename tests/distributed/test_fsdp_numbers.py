@@ -68,7 +68,8 @@ def test_every_step_leaves_the_bits_of_the_model(world: int) -> None:
         for rank in range(world):
             state = ranks[rank][case][1]
             kept = expected.state_of(rank, SHAPES)
-            assert state["owner"] == {} and state["sender"].keys() == kept.keys()
+            assert state["owner"] == {}
+            assert state["sender"].keys() == kept.keys()
             assert all(same_bits(state["sender"][name], kept[name]) for name in kept), (codec, rank)
             assert (state["ranks"], state["rank"]) == ((world, rank) if feedback else (0, 0))
 
@@ -126,7 +127,8 @@ def test_every_group_is_a_bucket_and_leaves_the_bits_of_the_model() -> None:
         for found, _ in ranks:
             assert all(same_bits(found[step][name], value) for name, value in right.items())
     stats = ranks[0][1]
-    assert stats.steps == STEPS and sorted(stats.buckets) == [0, 1, 2]
+    assert stats.steps == STEPS
+    assert sorted(stats.buckets) == [0, 1, 2]
     assert stats.buckets[0].numel == 2 * 16 * 50  # its own: 31 rows, of which a rank has 16
     assert stats.sent_bytes < stats.plain_bytes / 3  # a third of the elements are exempt
     assert stats.residual_bytes == 4 * sum(

@@ -1,0 +1,102 @@
+"""What compress_gradients refuses on FSDP2 models, in which words, and that it then changes nothing."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import sharded
+import torch
+import torch.distributed as dist
+from ranks import outcomes_of, run
+from sharded import SHAPES, Stack, stack
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from trained import Given, given
+
+import narrowcast as nc
+from narrowcast.distributed import fsdp_torch
+from narrowcast.errors import CollectiveError, MismatchError, ModelKindError, NarrowcastError, SpecError, StateDictError
+
+
+def _said(function: Any, *args: Any, **options: Any) -> tuple[type, str]:
+    try:
+        function(*args, **options)
+    except NarrowcastError as error:
+        return type(error), str(error)
+    return type(None), ""
+
+
+def _refusals(rank: int) -> dict[str, tuple[type, str]]:
+    found = {
+        "gather on DDP": _said(nc.compress_gradients, DDP(nn.Linear(4, 4)), gather="int8"),
+        "neither": _said(nc.compress_gradients, nn.Linear(4, 4)),
+        "FSDP1": _said(nc.compress_gradients, FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))),
+    }
+    module = stack()
+    found["owner"] = _said(nc.compress_gradients, module, error_feedback="owner")
+    found["group"] = _said(nc.compress_gradients, module, process_group=dist.group.WORLD)
+    found["random"] = _said(nc.compress_gradients, module, gather="int8:stochastic=true")
+    found["unsigned"] = _said(nc.compress_gradients, module, gather="levels:table=0.0|1.0")
+    state = nc.compress_gradients(module.first, "int4")  # a part of it
+    found["twice"] = _said(nc.compress_gradients, module)
+    sharded.backward(module, given(sharded.STACK, rank, 0))
+    saved = state.state_dict()
+    other = nc.compress_gradients(fully_shard(Given(SHAPES)), "int4")
+    found["another rank"] = _said(other.load_state_dict, {**saved, "rank": 1 - rank})
+    found["another model"] = _said(
+        nc.compress_gradients(fully_shard(Given({"even": (16, 64)})), "int4").load_state_dict, saved
+    )
+    found["buckets"] = (type(None), repr(sorted(state.stats().buckets)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def refused() -> dict[str, tuple[type, str]]:
+    found: dict[str, tuple[type, str]] = run(2, _refusals)[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("gather on DDP", SpecError, "gather='int8': DistributedDataParallel keeps all parameters on every rank"),
+        ("neither", ModelKindError, "model: Linear exchanges no gradients. Wrap it first"),
+        ("FSDP1", ModelKindError, "is FSDP1, which has no place for a codec. Use fully_shard"),
+        ("owner", SpecError, "error_feedback='owner': FSDP2 keeps sums where they are made"),
+        ("group", SpecError, "process_group: an FSDP2 model exchanges gradients over the mesh"),
+        ("random", SpecError, "the codec may not round at random"),
+        ("unsigned", SpecError, "has no gradient sense"),
+        ("twice", CollectiveError, "has a collective of its own already"),
+        ("another rank", StateDictError, "taken by rank 1 of 2, loaded by rank 0 of 2"),
+        ("another model", StateDictError, "which this model does not have in that size"),
+    ],
+)
+def test_what_cannot_be_is_refused(case: str, kind: type, words: str, refused: dict[str, tuple[type, str]]) -> None:
+    assert refused[case][0] is kind
+    assert words in refused[case][1]
+
+
+def test_a_part_of_a_model_can_be_compressed_alone(refused: dict[str, tuple[type, str]]) -> None:
+    assert refused["buckets"][1] == "[0]"
+
+
+def _differing(rank: int, options: list[dict[str, Any]]) -> None:
+    nc.compress_gradients(fully_shard(Stack()), "int4", **options[rank])
+
+
+@pytest.mark.parametrize("options", [[{}, {"gather": "int8"}], [{"gather": "int8"}, {"gather": "int4"}]])
+def test_ranks_that_gather_differently_are_told_so_on_every_rank(options: list[dict[str, Any]]) -> None:
+    outcomes = outcomes_of(2, _differing, options)
+    assert all(isinstance(outcome.error, MismatchError) for outcome in outcomes)
+    assert str(outcomes[0].error) == str(outcomes[1].error)
+    assert "gather=int8" in str(outcomes[0].error)
+
+
+def test_a_torch_that_is_arranged_differently_is_named() -> None:
+    module: Any = types.SimpleNamespace()
+    strange = types.SimpleNamespace(fsdp_params=[], mesh_info=None)
+    with pytest.raises(CollectiveError, match=r"torch 2\..* arranges FSDP2 in another way than 2.11 to 2.13"):
+        fsdp_torch._check(module, strange)
