@@ -23,8 +23,9 @@ UNIT = 128
 CHUNK = 1 << 19
 """Elements of a chunk, at most."""
 
-PIECE = 1 << 21
-"""Elements of a piece, about. It bounds the memory in which gradients are put side by side: a few times this."""
+PIECE, PIECE_COLUMNS = 1 << 21, 1 << 14
+"""Elements of a piece, about; with many ranks, as many as make so many columns, since each row is a message. It bounds
+the memory in which gradients are put side by side: a few times this."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,14 @@ class PieceLayout:
             start += chunk.columns
 
 
+def elements_at_once(ranks: int) -> int:
+    """How many elements a piece may have."""
+    return max(PIECE, PIECE_COLUMNS * ranks)
+
+
 def lay_out(entries: Iterable[Entry], ranks: int, at_once: bool = False) -> list[PieceLayout]:
     """The pieces of a bucket; `at_once` makes it one."""
-    most = (1 << 62) if at_once else PIECE
+    most = (1 << 62) if at_once else elements_at_once(ranks)
     pieces, size = [PieceLayout()], 0
 
     def room_for(numel: int) -> PieceLayout:

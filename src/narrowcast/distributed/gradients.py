@@ -202,8 +202,7 @@ class GradientCompression:
         """What "auto" means here."""
         total = sum(self.numels.values()) or like.numel()
         buckets = [min(BUCKET, total - start) for start in range(0, total, BUCKET)]
-        feedback = True if self._feedback is None else self._feedback
-        self._use(*choose_codec(buckets, like.dtype, group, like.device, feedback))
+        self._use(*choose_codec(buckets, like.dtype, group, like.device, self._feedback))
 
     def _use(self, codec: Codec | None, plan: Plan | None) -> None:
         self.codec, self.plan, self._chosen = codec, plan, True

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from narrowcast.codecs import Codec
 from narrowcast.distributed.buckets import chunk_by_chunk, key_of, lossless
-from narrowcast.distributed.columns import PIECE, UNIT, PieceLayout, chunks
+from narrowcast.distributed.columns import UNIT, PieceLayout, chunks, elements_at_once
 from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.feedback import FeedbackStrip, Residuals
 from narrowcast.distributed.telemetry import Probe
@@ -52,7 +52,7 @@ class Run:
 
 def lay_out_shards(shards: Sequence[Shard], ranks: int, at_once: bool) -> list[PieceLayout]:
     """The pieces of a matrix of shards. Exempt elements are counted in columns."""
-    most = (1 << 62) if at_once else PIECE
+    most = (1 << 62) if at_once else elements_at_once(ranks)
     pieces, size = [PieceLayout()], 0
 
     def room_for(columns: int) -> PieceLayout:
@@ -63,7 +63,7 @@ def lay_out_shards(shards: Sequence[Shard], ranks: int, at_once: bool) -> list[P
         size += columns * ranks
         return pieces[-1]
 
-    offset, width = 0, max(1, PIECE // ranks)
+    offset, width = 0, max(1, elements_at_once(ranks) // ranks)
     for shard in shards:
         if shard.exempt:
             for start in range(0, shard.part, width):
