@@ -50,7 +50,13 @@ class Bucket:
         exchange.agree()
         pieces = [GradientPiece(exchange, self, layout, index) for index, layout in enumerate(self.pieces)]
         exchange.reserve(max(max(piece.sizes) for piece in pieces))
-        two_stage.reduce(exchange, pieces, exchange.size)
+        try:
+            two_stage.reduce(exchange, pieces, exchange.size)
+        except BaseException:
+            # Gradients lie in residuals, sent or not, and must not be sent again with those of the next step.
+            if self.residuals is not None:
+                self.residuals.forget(self.pieces)
+            raise
 
 
 class GradientPiece(Piece):

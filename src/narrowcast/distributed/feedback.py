@@ -8,6 +8,8 @@ What the sender means to send is gradient + residual, and lies in the residual's
 the residuals no memory is taken. Where something was not finite, nothing was lost that would be worth sending, and
 the residual is zero: it stays finite whatever comes.
 
+A step that fails leaves no residuals in its bucket: they hold what may or may not have arrived.
+
 Residuals are kept by parameter. `Residuals` lays them out as a piece needs them, and moves them when DDP rebuilds its
 buckets.
 """
@@ -147,6 +149,13 @@ class Residuals:
         self._matrices.clear()
         self._places.clear()
         self._loaded = dict(named)
+
+    def forget(self, pieces: Sequence[PieceLayout]) -> None:
+        """Owe nothing any more of what these pieces hold."""
+        for piece in pieces:
+            for residual in self._matrices.get(piece, ()):
+                if residual is not None:
+                    residual.zero_()
 
     def _move_in(self, piece: PieceLayout, chunk: Chunk, sender: Tensor | None, owner: Tensor | None) -> None:
         key = chunk.name, chunk.start
