@@ -16,6 +16,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and pieces of few elements, so that small parameters have many."""
     monkeypatch.setattr(columns, "CHUNK", 512)
     monkeypatch.setattr(columns, "PIECE", 2048)
+    monkeypatch.setattr(columns, "PIECE_COLUMNS", 1)
 
 
 @pytest.mark.usefixtures("small")

@@ -1,0 +1,60 @@
+"""One rank of the demo's trainings: `torchrun ... -m narrowcast.cli.demo.ranks FOLDER STEPS WAY...`.
+
+Rank 0 prints a line of JSON for each step, and leaves the model that each way trained in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowcast as nc
+from narrowcast.cli.byte_gpt import ByteGPT, batches, loss_of, stdlib_text
+
+BATCH = 8
+"""Sequences of a step, on each rank."""
+
+
+def train(way: str, steps: int, folder: Path) -> None:
+    """Train one model, its gradients travelling as `way` says."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = ByteGPT()
+    ddp = DistributedDataParallel(model)
+    compression = None if way == "fp32" else nc.compress_gradients(ddp, way)
+    plain = 2 * (size - 1) / size * sum(4 * parameter.numel() for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(ddp.parameters(), 2e-3, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps + 1)
+    data = batches(stdlib_text(), model.config.context, BATCH, seed=0, rank=rank)
+    began = time.perf_counter()
+    for step, (inputs, targets) in enumerate(islice(data, steps), 1):
+        optimizer.zero_grad()
+        loss = loss_of(ddp(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        if rank == 0:
+            sent = step * plain if compression is None else compression.stats().sent_bytes
+            said = {"way": way, "step": step, "loss": loss.item(), "sent": sent, "seconds": time.perf_counter() - began}
+            print(json.dumps(said), flush=True)
+    if rank == 0:
+        torch.save(model.state_dict(), folder / f"{way}.pt")
+
+
+def main() -> None:
+    folder, steps, *ways = sys.argv[1:]
+    dist.init_process_group("gloo")
+    for way in ways:
+        train(way, int(steps), Path(folder))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What the demo shows in the end: a table, a few lines that the model wrote, and a picture."""
+
+from __future__ import annotations
+
+import copy
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.cli.byte_gpt import ByteGPT, batches, loss_of, stdlib_text
+from narrowcast.cli.demo import WAYS
+
+EVALUATED = 24
+"""Batches of held-out text on which losses are taken."""
+PROMPT = b"def read(self, "
+WRITTEN = 240
+
+
+def show(folder: Path, curves: dict[str, list[dict[str, Any]]], picture: Path, console: Console) -> None:
+    """Everything, from what the ranks left in `folder` and said on the way."""
+    models = {}
+    for way in WAYS:
+        models[way] = ByteGPT()
+        models[way].load_state_dict(torch.load(folder / f"{way}.pt", weights_only=True))
+    console.print(_trainings(models, curves))
+    packed = {"as trained": models["fp32"]}
+    for codec in ("int8", "int4"):
+        packed[f"quantize_, {codec}"] = copy.deepcopy(models["fp32"])
+        nc.quantize_(packed[f"quantize_, {codec}"], codec)
+    console.print(_weights(packed))
+    written = packed["quantize_, int4"].generate(PROMPT, WRITTEN, temperature=0.6)
+    console.print("\nThe model in 4 bits goes on by itself:\n")
+    console.print((PROMPT + written).decode(errors="replace"), style="green", highlight=False, markup=False)
+    _draw(curves, picture, console)
+
+
+def _trainings(models: dict[str, ByteGPT], curves: dict[str, list[dict[str, Any]]]) -> Table:
+    table = Table("gradients", "loss, held-out text", "MB sent by a rank", "times fewer", "seconds", title="Training")
+    plain = curves["fp32"][-1]["sent"]
+    for way in track(WAYS, "evaluating", transient=True):
+        last = curves[way][-1]
+        cells = f"{_loss(models[way]):.3f}", f"{last['sent'] / 1e6:.1f}", f"{plain / last['sent']:.1f}"
+        table.add_row(WAYS[way], *cells, f"{last['seconds']:.1f}")
+    table.caption = "Seconds are on the loopback interface, which is fast: over a slow link, bytes decide."
+    return table
+
+
+def _weights(models: dict[str, ByteGPT]) -> Table:
+    table = Table("weights", "MB", "times smaller", "loss, held-out text", title="The model trained in fp32")
+    plain = _megabytes(models["as trained"])
+    for name, model in models.items():
+        size = _megabytes(model)
+        table.add_row(name, f"{size:.2f}", f"{plain / size:.1f}", f"{_loss(model):.3f}")
+    return table
+
+
+@torch.no_grad()
+def _loss(model: ByteGPT) -> float:
+    text = batches(stdlib_text(held_out=True), model.config.context, 8, seed=1)
+    losses = [loss_of(model.eval()(inputs), targets) for inputs, targets in islice(text, EVALUATED)]
+    return torch.stack(losses).mean().item()
+
+
+def _megabytes(model: nn.Module) -> float:
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) / 1e6
+
+
+def _draw(curves: dict[str, list[dict[str, Any]]], picture: Path, console: Console) -> None:
+    """Loss against megabytes sent; a half-written picture is never left."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        console.print("\nFor the picture: pip install 'narrowcast[plot]'", highlight=False, markup=False)
+        return
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for way, title in WAYS.items():
+        said = curves[way]
+        losses = torch.tensor([each["loss"] for each in said])
+        window = max(1, len(losses) // 20)
+        smooth = losses.unfold(0, window, 1).mean(1)
+        axes.plot([each["sent"] / 1e6 for each in said][window - 1 :], smooth, label=title)
+    axes.set(xscale="log", xlabel="megabytes sent by a rank", ylabel="training loss, nats a byte")
+    axes.legend()
+    partial = picture.with_name(f".{picture.stem}.part{picture.suffix or '.png'}")
+    figure.savefig(partial, dpi=130)
+    partial.replace(picture)
+    console.print(f"\nLoss against megabytes sent: {picture}", highlight=False)
