@@ -190,25 +190,37 @@ def test_parameters_of_several_pieces_get_the_bits_of_the_model() -> None:
 
 # -- ranks stay together ----------------------------------------------------------------------------------------------
 
-LONG = [("int4:stochastic=true", True), ("int4", True), ("int8:stochastic=true", False), ("int8", False)]
+LONG = [("int4:stochastic=true", True), ("int8", False), ("int4", "owner"), ("int8:stochastic=true", False)]
 
 
-def _thousand_steps(rank: int) -> Any:
+def _many_steps(rank: int, lengths: list[int]) -> Any:
     found = []
-    for codec, feedback in LONG:
+    for (codec, feedback), steps in zip(LONG, lengths, strict=False):
         ddp = DDP(trained.mlp())
         nc.compress_gradients(ddp, codec, error_feedback=feedback)  # seeds differ between ranks
         before = trained.parameters_of(ddp)
-        trained.train(ddp, rank, range(1000), trained.sgd(ddp))
+        trained.train(ddp, rank, range(steps), trained.sgd(ddp))
         found.append((before, trained.parameters_of(ddp)))
     return found
 
 
-def test_ranks_have_the_same_bits_after_a_thousand_steps() -> None:
-    one, *others = run(3, _thousand_steps, timeout=170)
-    for case, (codec, feedback) in enumerate(LONG):
+def _check_together(world: int, lengths: list[int], timeout: float) -> None:
+    one, *others = run(world, _many_steps, lengths, timeout=timeout)
+    for case in range(len(lengths)):
         before, after = one[case]
         assert all(bool(p.isfinite().all()) for p in after.values())
         assert not any(same_bits(before[name], after[name]) for name in before)
         for other in others:
-            assert all(same_bits(after[name], other[case][1][name]) for name in after), (codec, feedback)
+            assert all(same_bits(after[name], other[case][1][name]) for name in after), LONG[case]
+
+
+@pytest.mark.parametrize(("world", "lengths"), [(2, [1000, 1000]), (3, [50, 50, 50, 50])])
+def test_ranks_have_the_same_bits_after_many_steps(world: int, lengths: list[int]) -> None:
+    _check_together(world, lengths, 170)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [3, 4])
+def test_ranks_have_the_same_bits_after_a_thousand_steps_in_every_mode(world: int) -> None:
+    _check_together(world, [1000] * 4, 850)
