@@ -1,8 +1,8 @@
 """The quick self-check of `narrowcast doctor`: every kernel gives the reference's bytes, for every codec.
 
 The rows hold what goes wrong first: ordinary numbers, zeros, a NaN, an infinity, denormals, one outlier, and a length
-that is no multiple of any block. Encoded bytes, decoded bits and the fused sum of the rows are compared. It is a check
-of an installation, in a second; the tests of the repository check the kernels.
+that is no multiple of any block. Encoded bytes, decoded bits and the fused sum of the finite rows are compared. It is a
+check of an installation, in a second; the tests of the repository check the kernels.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ def _first_difference(kernel: Kernel, codec: Codec, device: torch.device) -> str
     kernel.decode(back, data.to(device), here)
     if not _same_bits(back.cpu(), reference.decode(data, NUMEL, plain, x.dtype)):
         return "decoded bits"
+    # With block=row, a row that is not finite would leave nothing of the sum.
+    data = data[x.isfinite().all(1)]
     total = torch.empty(NUMEL, device=device)
     kernel.decode_sum(total, data.to(device), here, None, 0, 3)
     if not _same_bits(total.cpu(), reference.decode_sum(data, NUMEL, plain, None, 0, 3, x.dtype)):

@@ -1,12 +1,31 @@
-"""Progress bars: on stderr, so that stdout is the result's, and gone when the work is done."""
+"""Progress bars: on stderr, so that stdout is the result's; gone when the work is done; absent where no one looks."""
 
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 
 def bytes_bar(*, shown: bool = True) -> Progress:
     """A bar that counts bytes."""
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown, transient=True)
+    return _bar(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), shown=shown)
+
+
+def share_bar(work: str) -> Progress:
+    """A bar that says how much of some work is done, and what is being done."""
+    return _bar(TextColumn(work), BarColumn(), TextColumn("{task.percentage:.0f}% {task.description}"))
+
+
+def _bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
+    console = Console(stderr=True)
+    # Into a file or a pipe, rich would still write the last state, or an empty line.
+    disable = not (shown and console.is_terminal)
+    return Progress(*columns, TimeRemainingColumn(), console=console, disable=disable, transient=True)

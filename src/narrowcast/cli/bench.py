@@ -1,6 +1,6 @@
 """`narrowcast bench` and `narrowcast netlab`: the scripts of the repository, which no wheel holds.
 
-A checkout is looked for around the package (an editable install) and around the current folder. Arguments go to the
+A checkout is looked for around the current folder, then around the package (an editable install). Arguments go to the
 script as they are, its exit code comes back, and so do signals: the script ends as if it had been started by itself.
 """
 
@@ -73,7 +73,7 @@ def register_netlab(commands: typer.Typer) -> None:
 def checkout(script: str) -> Path | None:
     """The folder of the repository that holds `script`, if there is one about."""
     here, package = Path.cwd(), Path(narrowcast.__file__).resolve()
-    for folder in (*package.parents[2:3], here, *here.parents):
+    for folder in (here, *here.parents, *package.parents[2:3]):
         try:
             ours = 'name = "narrowcast"' in (folder / "pyproject.toml").read_text("utf-8")
         except (OSError, UnicodeDecodeError):

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from narrowcast.cli.bars import share_bar
 from narrowcast.cli.failing import FAILED
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def doctor(
 
 
 def _examine() -> dict[str, Any]:
-    columns = TextColumn("comparing bytes"), BarColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with share_bar("comparing bytes") as progress:
         task = progress.add_task("", total=None)
 
         from narrowcast.cli import agreement, health

@@ -34,8 +34,7 @@ class Commands(TyperGroup):
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
         except (typer.Abort, KeyboardInterrupt):
-            say("stopped: nothing was left half-written.")
-            sys.exit(STOPPED)
+            code = STOPPED
         except (NarrowcastError, OSError) as error:
             say(_words(error))
             sys.exit(_code(error))
@@ -44,6 +43,8 @@ class Commands(TyperGroup):
             if not hasattr(error, "format_message"):
                 raise
             sys.exit(_usage(error))
+        if code == STOPPED:  # newer versions of typer have seen to the exception themselves
+            say("stopped.")
         sys.exit(code if isinstance(code, int) else 0)
 
 

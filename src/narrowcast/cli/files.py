@@ -37,8 +37,9 @@ def encode(
     if as_json:
         print(json.dumps(summary))
         return
+    share = f", {summary['bytes_after'] / summary['bytes_before']:.1%}" if summary["bytes_before"] else ""
     copied = f", {len(summary['copied'])} copied" if summary["copied"] else ""
-    print(f"{target}: {len(summary['tensors'])} encoded in {summary['codec']}{copied}; {_sizes(summary)}")
+    print(f"{target}: {len(summary['tensors'])} encoded in {summary['codec']}{copied}; {_sizes(summary)}{share}")
     for tensor in summary["tensors"]:
         if not tensor["finite"]:
             print(f"{tensor['name']} holds a NaN or an infinity: blocks that hold one decode to NaN.")
@@ -75,5 +76,4 @@ def decode(
 
 
 def _sizes(summary: dict[str, int]) -> str:
-    before, after = summary["bytes_before"], summary["bytes_after"]
-    return f"{before:,} -> {after:,} bytes{f', {after / before:.1%}' if before else ''}"
+    return f"{summary['bytes_before']:,} -> {summary['bytes_after']:,} bytes"

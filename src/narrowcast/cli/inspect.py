@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from narrowcast.cli.bars import share_bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,9 +140,7 @@ def _measure(weights: Sequence[Weight], codecs: Sequence[Codec]) -> list[Line]:
     from narrowcast.sensitivity import measure
 
     lines = []
-    columns = TextColumn("measuring"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as progress:
+    with share_bar("measuring") as progress:
         task = progress.add_task("", total=sum(weight.rows * weight.columns for weight in weights))
         for weight in weights:
             progress.update(task, description=weight.name)

@@ -24,8 +24,9 @@ def read(path: Path) -> Tensor:
         # "c": pages are copied when they are written to, which nobody does. torch warns of memory that is read-only.
         array = np.load(path, mmap_mode="c", allow_pickle=False)
     except (ValueError, EOFError) as error:
+        why = str(error).rstrip(".")
         raise CheckpointError(
-            f"{path}: not a whole .npy file of numbers: {error} It was cut off, or holds Python objects, which are "
+            f"{path}: not a whole .npy file of numbers: {why}. It was cut off, or holds Python objects, which are "
             "never read. Write it again with numpy.save."
         ) from error
     if not isinstance(array, np.ndarray):
