@@ -39,14 +39,14 @@ def test_the_digits_train_are_packed_and_are_told_apart(tmp_path: Path) -> None:
 SMALL = ["--layers", "1", "--width", "32", "--batch", "2", "--every", "1"]
 
 
-def trained(rank: int, calls: list[list[str]], port: int) -> list[list[str]]:
-    """The lines that examples/ddp_train.py prints on a rank, call by call; torchrun sets the same variables."""
+def trained(rank: int, calls: list[list[str]], port: int, script: str = "ddp_train.py") -> list[list[str]]:
+    """The lines that an example prints on a rank, call by call; torchrun sets the same variables."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     said = []
     for options in calls:
-        sys.argv = ["ddp_train.py", *SMALL, *options]
+        sys.argv = [script, *options]
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            runpy.run_path(str(EXAMPLES / "ddp_train.py"), run_name="__main__")
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
         said.append(printed.getvalue().splitlines())
     return said
 
@@ -57,7 +57,7 @@ def losses(said: list[str]) -> list[str]:
 
 def test_a_model_trains_on_two_ranks_and_resumes_where_it_stopped(tmp_path: Path) -> None:
     folder = ["--folder", str(tmp_path / "run")]
-    calls = [["--steps", "4"], ["--steps", "2", *folder], ["--steps", "4", *folder]]
+    calls = [[*SMALL, "--steps", "4"], [*SMALL, "--steps", "2", *folder], [*SMALL, "--steps", "4", *folder]]
     first, second = ranks.run(2, trained, calls, ranks.free_port(), init=False)
     whole, part, resumed = first
     assert second == [[], [], []]
@@ -71,6 +71,54 @@ def test_the_same_script_trains_without_torchrun(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "argv", ["ddp_train.py", *SMALL, "--steps", "1"])
     runpy.run_path(str(EXAMPLES / "ddp_train.py"), run_name="__main__")
     assert "sent 0.0 MB a rank in place of 0.0: 1.0x" in capsys.readouterr().out
+
+
+def ratio(line: str) -> float:
+    return float(line.rpartition(" ")[2].rstrip("x"))
+
+
+@pytest.mark.parametrize("gather", ["int8", "none"])
+def test_a_sharded_model_trains_with_gradients_in_four_bits(gather: str) -> None:
+    calls = [[*SMALL, "--steps", "3", "--gather", gather]]
+    (said,), (nothing,) = ranks.run(2, trained, calls, ranks.free_port(), "fsdp2_train.py", init=False)
+    assert nothing == []
+    assert len(losses(said)) == 3
+    assert 5 < ratio(said[-1]) < 7.6  # as above
+
+
+def test_experts_learn_from_tokens_that_travelled_in_eight_bits() -> None:
+    calls = [["--steps", "40", "--every", "1", "--tokens", "128"]]
+    (said,), _ = ranks.run(2, trained, calls, ranks.free_port(), "moe_all_to_all.py", init=False)
+    found = [float(line.split()[-1]) for line in said if line.startswith("step")]
+    assert found[-1] < 0.7 * found[0]
+    assert ratio(said[-1]) > 3
+
+
+def test_sites_meet_rarely_and_in_four_bits() -> None:
+    calls = [["--rounds", "2", "--alone", "2", "--layers", "1", "--width", "32", "--batch", "2"]]
+    (said,), _ = ranks.run(2, trained, calls, ranks.free_port(), "local_sgd.py", init=False)
+    assert [line.split()[1] for line in said[:-1]] == ["1", "2"]
+    sent, plain = float(said[-1].split()[1]), float(said[-1].split()[-1])
+    # int4 is 32/4.25 fewer bits, every second step; the last digit shown is 0.01 of about 0.04.
+    assert 10 < plain / sent < 20
+
+
+def test_a_model_is_quantized_saved_loaded_and_writes(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["quantize_and_generate.py", "--steps", "1"])
+    runpy.run_path(str(EXAMPLES / "quantize_and_generate.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "19 weights encoded" in said
+    assert "def read(self, " in said
+
+
+def test_lightning_trains_with_the_callback() -> None:
+    pytest.importorskip("lightning")
+    options = ["--steps", "2", "--layers", "1", "--width", "32", "--batch", "2"]
+    command = [sys.executable, str(EXAMPLES / "lightning_train.py"), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert 5 < ratio(done.stdout.strip().splitlines()[-1]) < 7.6
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

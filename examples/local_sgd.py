@@ -1,0 +1,75 @@
+"""Local SGD between sites: ranks train on their own, and rarely average their parameters, in 4 bits.
+
+    torchrun --nproc-per-node 2 examples/local_sgd.py [--codec int4] [--alone 20] [--rounds 10]
+    python examples/local_sgd.py        # the same with one process, where nothing travels
+
+What travels is how far each rank has moved since they last met, plus what was lost of that the last time: so 4 bits do,
+and all ranks meet at the same point, bit for bit.
+"""
+
+import argparse
+import os
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import narrowcast as nc
+from narrowcast import distributed as ncd
+from narrowcast.cli.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
+
+
+class Meeting:
+    """The point at which ranks last met, and what this one still owes."""
+
+    def __init__(self, model: torch.nn.Module, codec: str) -> None:
+        self.model, self.codec = model, nc.codec(codec)
+        self.point = parameters_to_vector(model.parameters()).detach()
+        self.owed = torch.zeros_like(self.point)
+
+    def meet(self) -> None:
+        """Move everyone to the average."""
+        moved = parameters_to_vector(self.model.parameters()).detach() - self.point + self.owed
+        sent = nc.decode(nc.encode(moved, self.codec))  # about what the others get of it
+        self.owed = moved - sent
+        ncd.all_reduce(sent, dist.ReduceOp.AVG, codec=self.codec)
+        self.point += sent
+        vector_to_parameters(self.point.clone(), self.model.parameters())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--codec", default="int4")
+    parser.add_argument("--alone", type=int, default=20, help="steps between two meetings")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8, help="of each rank")
+    options = parser.parse_args()
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", **alone)
+    rank = dist.get_rank()
+
+    model = ByteGPT(GPTConfig(options.layers, options.width))
+    meeting = Meeting(model, options.codec)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    data = batches(stdlib_text(), model.config.context, options.batch, seed=0, rank=rank)
+    for number in range(1, options.rounds + 1):
+        for inputs, targets in islice(data, options.alone):
+            loss = loss_of(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        meeting.meet()
+        if rank == 0:
+            print(f"meeting {number:3d}   loss before it, on rank 0: {loss.item():.4f}")
+    if rank == 0 and dist.get_world_size() > 1:
+        stats = ncd.stats()["all_reduce"]
+        every_step = 4 * meeting.point.numel() * options.alone * options.rounds / 1e6
+        print(f"sent {stats.sent_bytes / 1e6:.2f} MB; fp32 gradients in every step would have been {every_step:.1f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
