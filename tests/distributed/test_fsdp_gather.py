@@ -21,7 +21,7 @@ from cases import same_bits
 
 pytestmark = pytest.mark.timeout(180)
 
-SHAPES = {"bias": (37,), "even": (32, 64), "tiny": (3, 5), "odd": (53, 41), "prime": (1009, 1)}
+SHAPES = {"bias": (37,), "even": (32, 64), "tiny": (3, 5), "odd": (53, 41), "norm": (1200,), "prime": (1009, 1)}
 LARGE = {"large": (1000, 1500), "norm": (300,), "larger": (700, 3001)}
 """3.6 million elements, in pieces of 2 million."""
 
@@ -118,7 +118,7 @@ def test_every_rank_computes_with_the_bytes_that_were_sent_and_keeps_its_own_exa
         for once in seen:
             assert all(same_bits(once[name], right[name]) for name in right)
         assert all(same_bits(kept[name], exact[name]) for name in exact)
-        assert stats.gather_sent_bytes < stats.gather_plain_bytes / 4  # exempt ones and two headers among them
+        assert stats.gather_sent_bytes < stats.gather_plain_bytes / 3  # exempt ones and two headers among them
         assert stats.uncompressed == {}
 
 

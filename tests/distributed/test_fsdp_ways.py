@@ -230,7 +230,7 @@ def columns(rank: int) -> Any:
 
 
 def twice_in_a_pass(rank: int) -> Any:
-    """A block that is used twice is reduced twice in one backward; that is one step."""
+    """A block that is used twice in one forward."""
     torch.manual_seed(0)
     block = nn.Linear(40, 40)
     fully_shard(block)
@@ -414,7 +414,7 @@ def test_parameters_sharded_by_columns_are_reduced_by_columns(more: list[dict[st
         assert same_bits(residual, expected.sender["wide"][rank].reshape(-1))
 
 
-def test_a_block_that_is_reduced_twice_in_a_backward_makes_one_step(more: list[dict[str, Any]]) -> None:
+def test_a_block_that_is_used_twice_is_reduced_once_a_step(more: list[dict[str, Any]]) -> None:
     assert [of_rank["twice_in_a_pass"] for of_rank in more] == [(2, 2), (2, 2)]
 
 

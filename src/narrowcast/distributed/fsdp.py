@@ -4,8 +4,8 @@ Every parameter group of the model gets a reduce-scatter, and with `gather=` an 
 them where it would call its own, on the stream of its choice, and goes on when they return: on a CPU when it is done,
 on CUDA when that stream waits for it. So nothing about streams, prefetching, or when parameters are freed is changed.
 
-- A step is one backward pass that reduces gradients: it begins with the first parameter group that has been reduced in
-  an earlier pass already.
+- A step is one backward pass that reduces gradients. torch does not say when one begins: it does when a parameter group
+  is to be reduced that the step before has reduced already.
 - The sum of a shard stays on the rank that owns it, unquantized: error feedback is the sender's alone.
 - Gathered parameters are what forward and backward compute with, on every rank alike. The sharded ones, which the
   optimizer and checkpoints see, stay exact. Backward may gather again, and must find what forward found: the codec may
@@ -41,6 +41,9 @@ from narrowcast.distributed.shards import Shard, gather_shards, lay_out_shards, 
 from narrowcast.distributed.telemetry import BucketStats
 from narrowcast.errors import ModelKindError, SpecError
 
+GATHERED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of parameters that a codec takes, and gives back without loss where they are exempt."""
+
 
 def attach(model: nn.Module, state: GradientCompression, gather: AnyCodec | None) -> None:
     """Replace the collectives of all parameter groups in `model`, once all ranks are known to be configured alike."""
@@ -65,8 +68,8 @@ class Engine:
         self._groups = groups
         self._layouts: dict[object, list[PieceLayout]] = {}
         self._step: int | None = None
-        self._last_pass: dict[int, int] = {}
-        """The backward pass in which each group was last reduced, of those reduced in this step."""
+        self._reduced: set[int] = set()
+        """The groups that have been reduced in this step."""
 
     def agree(self) -> None:
         """Meet all ranks that share parameters with this one."""
@@ -85,13 +88,12 @@ class Engine:
 
     def step_of(self, group: Group) -> int:
         """The number of the step in which a group is being reduced."""
-        here = torch._C._current_graph_task_id()
-        again = group.index in self._last_pass and self._last_pass[group.index] != here
-        if self._step is None or again or self.state.step != self._step + 1:  # a state was loaded, in the last case
+        loaded = self._step is not None and self.state.step != self._step + 1
+        if self._step is None or loaded or group.index in self._reduced:
             self._step = self.state.step
             self.state.step += 1
-            self._last_pass.clear()
-        self._last_pass[group.index] = here
+            self._reduced.clear()
+        self._reduced.add(group.index)
         return self._step
 
     def layout(self, group: Group, which: Sequence[int], peers: Peers, all_exempt: bool) -> list[PieceLayout]:
@@ -193,8 +195,9 @@ class _Gather(AllGather):
         """Why torch has to gather this one."""
         if ranks != self._group.process_group.size():
             return "resharded to fewer ranks"  # and what comes from there has been quantized in forward
-        if not output.is_floating_point():
-            return "parameters of several dtypes"
+        if output.dtype not in GATHERED:
+            several = output.dtype == torch.uint8
+            return "parameters of several dtypes" if several else f"parameters gathered as {output.dtype}"
         if columns != sum(self._group.parts):
             return "parameters with an all-gather of their own"
         return ""

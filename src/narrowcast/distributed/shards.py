@@ -207,9 +207,8 @@ class _Reduced:
         sizes = [strip.sizes[self._exchange.rank] for strip in self._strips]
         for strip, rows in zip(self._strips, self._inbox.split(sizes, 1), strict=True):
             strip.add(rows, self._exchange.rank, self._divisor)
-        if (
-            self._sender is not None
-        ):  # not every codec gives zeros back for zeros, and nobody saves what is left of them
+        # Not every codec gives zeros back for zeros, and nobody saves what is left of them.
+        if self._sender is not None:
             for chunk, _, span in self._layout.spans():
                 for padding in chunk.padding(self._sender[:, span]):
                     padding.zero_()
