@@ -188,6 +188,29 @@ def test_parameters_of_several_pieces_get_the_bits_of_the_model() -> None:
                 assert all(same_bits(of_rank[case][step][name], right[name]) for name in right), (codec, step)
 
 
+# -- draws ------------------------------------------------------------------------------------------------------------
+
+TWINS: trained.Shapes = {"one": (40, 50), "two": (40, 50)}
+
+
+def _twins(rank: int) -> Any:
+    """Two parameters that have the same gradients on both ranks, in two steps."""
+    ddp = DDP(Given(TWINS))
+    nc.compress_gradients(ddp, "int2:stochastic=true", error_feedback=False, seed=1)
+    gradients = {name: given({"one": (40, 50)}, 0, 0)["one"] for name in TWINS}
+    return [trained.backward(ddp, gradients) for _ in range(2)]
+
+
+def test_no_two_quantizations_draw_the_same() -> None:
+    first, second = run(2, _twins)[0]
+    results = [step[name] for step in (first, second) for name in TWINS]
+    # The halves have two owners. Half of the elements, at least, are not at a level and could go either way.
+    halves = [half.reshape(-1) for result in results for half in result.view(-1).split(1024)[:1]]
+    for i, one in enumerate(halves):
+        for other in halves[:i]:
+            assert int((one != other).sum()) > 100
+
+
 # -- ranks stay together ----------------------------------------------------------------------------------------------
 
 LONG = [("int4:stochastic=true", True), ("int8", False), ("int4", "owner"), ("int8:stochastic=true", False)]
@@ -197,7 +220,7 @@ def _many_steps(rank: int, lengths: list[int]) -> Any:
     found = []
     for (codec, feedback), steps in zip(LONG, lengths, strict=False):
         ddp = DDP(trained.mlp())
-        nc.compress_gradients(ddp, codec, error_feedback=feedback)  # seeds differ between ranks
+        nc.compress_gradients(ddp, codec, error_feedback=feedback, seed=rank)
         before = trained.parameters_of(ddp)
         trained.train(ddp, rank, range(steps), trained.sgd(ddp))
         found.append((before, trained.parameters_of(ddp)))

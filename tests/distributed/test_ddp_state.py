@@ -40,7 +40,6 @@ class Run:
     """A model in training. Its weights are no multiple of a block a rank; its buckets are rebuilt after a step."""
 
     def __init__(self, rank: int, *, hooked: bool = False, **options: Any) -> None:
-        torch.manual_seed(rank)  # which a run that is resumed does not start from
         self.rank = rank
         self.ddp = DDP(trained.mlp(width=25), bucket_cap_mb=0.002)
         self.optimizer = trained.sgd(self.ddp)
@@ -75,7 +74,6 @@ def _resume(rank: int) -> Any:
         straight.train(0, STOP)
         saved = straight.save()
         right = straight.train(STOP, END)
-        torch.manual_seed(99 + rank)
         resumed, hooked = Run(rank, **options), Run(rank, hooked=True, **options)
         after = []
         for other in (resumed, hooked):

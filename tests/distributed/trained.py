@@ -12,7 +12,6 @@ from typing import Any
 import model
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from cases import mixed
 from narrowcast import Codec
@@ -103,11 +102,6 @@ def sgd(ddp: nn.Module) -> torch.optim.Optimizer:
 
 def parameters_of(ddp: nn.Module) -> Named:
     return {plain_name(name): p.detach().clone() for name, p in ddp.named_parameters()}
-
-
-def buckets_of(ddp: DDP) -> list[int]:
-    """The sizes in bytes of a model's buckets, as they are now."""
-    return [int(size) for size in ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(", ") if size]
 
 
 # -- the same in one process ------------------------------------------------------------------------------------------
