@@ -12,7 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.errors import CalibrationError, ClipWarning, QuantizeError, ShapeError, SpecError, StateDictError
+from cases import same_bits
+from narrowcast.errors import (
+    CalibrationError,
+    ClipWarning,
+    GradientError,
+    QuantizeError,
+    ShapeError,
+    SpecError,
+    StateDictError,
+)
+from narrowcast.kernels.fake import fake_quantize
 from narrowcast.nn.fake_quantize import FLOOR, FakeQuantize
 
 
@@ -354,3 +364,34 @@ def test_a_state_dict_of_the_other_sign_or_of_other_channels_is_refused() -> Non
 
 def test_the_front_door_has_it() -> None:
     assert nc.nn.FakeQuantize is FakeQuantize
+
+
+# -- one node ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", [None, "through", "detached"])
+@pytest.mark.parametrize("axis", [None, 0, 1])
+@pytest.mark.parametrize("spec", ["apot4", "int4", "int8"])
+def test_one_node_gives_the_bits_of_single_operations(spec: str, axis: int | None, normalize: str | None) -> None:
+    x = torch.randn(6, 50, generator=torch.Generator().manual_seed(5))
+    for tensor in (x, torch.full((6, 50), 0.3)):
+        quantizer = nc.nn.FakeQuantize(spec, axis, normalize=normalize)
+        quantizer.start_from(x)
+        leaf, grad = tensor.clone().requires_grad_(), torch.randn(6, 50)
+        y = quantizer(leaf)
+        assert type(y.grad_fn).__name__ == "QuantizeBackward"
+        shifted, scale = quantizer.prepared(leaf)
+        slow = fake_quantize(shifted, scale, quantizer.grid, axis)
+        assert same_bits(y, slow)
+        found = torch.autograd.grad(y, (leaf, quantizer.alpha), grad)
+        wanted = torch.autograd.grad(slow, (leaf, quantizer.alpha), grad)
+        assert same_bits(found[0], wanted[0])
+        assert same_bits(found[1], wanted[1])
+
+
+def test_one_node_refuses_to_be_differentiated_twice() -> None:
+    quantizer = nc.nn.FakeQuantize("apot4", normalize="through")
+    x = torch.randn(8, requires_grad=True)
+    (first,) = torch.autograd.grad(quantizer(x).sum(), x, create_graph=True)
+    with pytest.raises(GradientError, match="differentiated twice"):
+        first.sum().backward()

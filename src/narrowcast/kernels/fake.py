@@ -38,7 +38,7 @@ def fake_quantize(x: Tensor, scale: Tensor, grid: Grid, axis: int | None) -> Ten
     if ops.unwatched(x) and ops.unwatched(scale):
         if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad):
             return _StraightThrough.apply(x, scale, *grid, place)  # type: ignore[no-any-return, no-untyped-call]
-        return _forward(x, scale, *grid, place)
+        return forward(x, scale, *grid, place)
     return torch.ops.narrowcast.fake_quantize(x, scale, *grid, place)  # type: ignore[no-any-return]
 
 
@@ -67,7 +67,8 @@ def _check(x: Tensor, scale: Tensor, axis: int | None) -> int:
 # -- implementations: any dense layout is [outer, channels, inner] in memory order -------------------------------------
 
 
-def _forward(x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, uniform: bool, axis: int) -> Tensor:
+def forward(x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, uniform: bool, axis: int) -> Tensor:
+    """y. Arguments are trusted; axis is -1 for one scale. No gradient: see `fake_quantize`."""
     out = torch.empty_like(x)
     if x.numel():
         kernel, shape = ops.kernel_for(x.device.type), _slices(out, axis)
@@ -78,11 +79,14 @@ def _forward(x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, unifo
     return out
 
 
-def _backward(
+def backward(
     grad: Tensor, x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, uniform: bool, axis: int
 ) -> tuple[Tensor, Tensor]:
-    dx, dscale = torch.empty_like(x), torch.zeros(scale.shape, device=scale.device)
-    if x.numel():
+    """The gradients of x and of the scale, from that of y."""
+    dx, dscale = torch.empty_like(x), torch.empty_like(scale, memory_format=torch.contiguous_format)
+    if not x.numel():
+        dscale.zero_()
+    else:
         kernel, shape = ops.kernel_for(x.device.type), _slices(dx, axis)
         kernel.fresh(dx)
         sources = _seen(_laid_out_as(grad, dx), shape), _seen(_laid_out_as(x, dx), shape)
@@ -146,19 +150,19 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, *inputs: object) -> Tensor:
         _remember(ctx, inputs)
-        return _forward(*inputs)  # type: ignore[arg-type]
+        return forward(*inputs)  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
         if torch.is_grad_enabled():  # create_graph=True: leave it to the operator to refuse a second time
             return _gradients(ctx, grad)
-        return *_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None
+        return *backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None
 
 
 _REST = "Tensor x, Tensor scale, Tensor levels, Tensor thresholds, bool uniform, int axis"
 OPERATORS: list[Operator] = [
-    ("fake_quantize", f"({_REST}) -> Tensor", _forward, _shape),
-    ("fake_quantize_backward", f"(Tensor grad, {_REST}) -> (Tensor, Tensor)", _backward, _backward_shape),
+    ("fake_quantize", f"({_REST}) -> Tensor", forward, _shape),
+    ("fake_quantize_backward", f"(Tensor grad, {_REST}) -> (Tensor, Tensor)", backward, _backward_shape),
 ]
 _library = declare(OPERATORS)
 register_autograd("narrowcast::fake_quantize", _gradients, setup_context=_remember, lib=_library)

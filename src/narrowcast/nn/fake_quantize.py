@@ -42,9 +42,7 @@ from narrowcast.nn.clips import check_start, clip_of, scale_of
 from narrowcast.nn.grids import CodecGrid, codec_grid, has_unsigned, trainable
 from narrowcast.nn.normalize import Normalize
 from narrowcast.nn.observers import Observer, keep_dtype, make_observer
-
-FLOOR = 2.0**-64
-"""The smallest clip: far below any weight, and far above where fp32 loses digits."""
+from narrowcast.nn.straight_through import FLOOR, Way, quantized, surely_good
 
 LOOK_EVERY = 128
 """On a GPU, how many training batches pass between two looks for a bad clip: each look waits for the device."""
@@ -111,6 +109,12 @@ class FakeQuantize(nn.Module):
             return x
         if not self._ready or (self.observer is not None and self.training and not self.alpha.requires_grad):
             self._follow(x)
+        if self.channel_axis is not None:
+            _check_axis(x, self.channel_axis, self.alpha.numel())
+        factor = self._gradient_factor(self._numel(x))
+        made = quantized(x, self.alpha, Way(self.grid, self.channel_axis, self.top, factor, self.normalize))
+        if made is not None:
+            return made
         shifted, scale = self.prepared(x)
         return fake_quantize(shifted, scale, self.grid, self.channel_axis).to(x.dtype)
 
@@ -124,17 +128,20 @@ class FakeQuantize(nn.Module):
         """What is rounded, and the scale it is rounded with: x and alpha / top, unless x is normalized first."""
         if self.channel_axis is not None:
             _check_axis(x, self.channel_axis, self.alpha.numel())
-        samples = 1 if self.batch_axis is None else max(x.shape[self.batch_axis], 1)
-        scale = scale_of(self._clip(x.numel() // samples), self.top)
+        scale = scale_of(self._clip(self._numel(x)), self.top)
         if self.normalize is None:
             return x, scale
         shifted, deviation = self._normalized(x)
         return shifted, scale * deviation
 
+    def _numel(self, x: Tensor) -> int:
+        """The elements of one sample, or of all where there are none."""
+        return x.numel() // (1 if self.batch_axis is None else max(x.shape[self.batch_axis], 1))
+
     def _normalized(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.float()
         centred, deviation = Normalize.apply(x, self.normalize == "through")  # type: ignore[no-untyped-call]
-        if not _surely_good(deviation.detach()):
+        if not surely_good(deviation.detach()):
             # A constant tensor is all mean: what is left of it is zero, whatever it is divided by.
             deviation = torch.where(deviation >= FLOOR, deviation, 1.0)
         return centred, deviation
@@ -143,7 +150,7 @@ class FakeQuantize(nn.Module):
         """Alpha in fp32, at least FLOOR, with the gradient scaled."""
         alpha, factor = self.alpha.float(), self._gradient_factor(numel)
         fixed = alpha.detach()
-        if _surely_good(fixed):
+        if surely_good(fixed):
             return alpha if factor == 1.0 else fixed + (alpha - fixed) * factor
         good = (fixed >= FLOOR) & (fixed < math.inf)
         if self.training:
@@ -315,14 +322,6 @@ def _described(grids: list[CodecGrid]) -> str:
         f"{len(levels)} from {levels[0]:g} to {levels[-1]:g}" for levels in (m.grid.levels.tolist() for m in grids)
     ]
     return " or ".join(ranges)
-
-
-def _surely_good(sizes: Tensor) -> bool:
-    """Whether clips or deviations are in range, where asking costs little: on a CPU, and not while compiling."""
-    if torch.compiler.is_compiling() or sizes.device.type != "cpu" or not sizes.numel():
-        return False
-    low, high = torch.aminmax(sizes)
-    return low.item() >= FLOOR and high.item() < math.inf  # neither holds of a NaN
 
 
 def _check_axis(x: Tensor, axis: int, channels: int) -> None:

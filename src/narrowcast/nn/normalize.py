@@ -15,13 +15,24 @@ import torch
 from torch import Tensor
 
 
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x without its mean, and its deviation."""
+    centred = x - x.mean()
+    return centred, torch.linalg.vector_norm(centred) / math.sqrt(max(x.numel(), 1))
+
+
+def through_moments(of_centred: Tensor, of_deviation: Tensor, centred: Tensor, deviation: Tensor) -> Tensor:
+    """The gradient of x."""
+    factor = torch.where(deviation > 0, of_deviation / (deviation * centred.numel()), 0.0)
+    return torch.addcmul(of_centred - of_centred.mean(), centred, factor)
+
+
 class Normalize(torch.autograd.Function):
     """x to (x - mean, deviation); differentiable through both if `through`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, through: bool) -> tuple[Tensor, Tensor]:
-        centred = x - x.mean()
-        deviation = torch.linalg.vector_norm(centred) / math.sqrt(max(x.numel(), 1))
+        centred, deviation = moments(x)
         ctx.through = through
         ctx.save_for_backward(centred, deviation)
         return centred, deviation
@@ -30,6 +41,4 @@ class Normalize(torch.autograd.Function):
     def backward(ctx: Any, of_centred: Tensor, of_deviation: Tensor) -> tuple[Tensor, None]:
         if not ctx.through:
             return of_centred, None
-        centred, deviation = ctx.saved_tensors
-        factor = torch.where(deviation > 0, of_deviation / (deviation * centred.numel()), 0.0)
-        return torch.addcmul(of_centred - of_centred.mean(), centred, factor), None
+        return through_moments(of_centred, of_deviation, *ctx.saved_tensors), None
