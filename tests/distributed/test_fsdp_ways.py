@@ -22,6 +22,7 @@ from trained import Given, Named, given
 
 import narrowcast as nc
 from cases import same_bits
+from narrowcast.errors import MismatchError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -313,6 +314,20 @@ def replicated(rank: int) -> Any:
     return found, (state.state_dict()["ranks"], state.state_dict()["rank"])
 
 
+def disagreed(rank: int) -> Any:
+    """A parameter that has a gradient on one rank only, and otherwise a step as any other."""
+    module = fully_shard(Given(SHAPES))
+    state = _compressed(module)
+    sharded.backward(module, given(SHAPES, rank, 0))
+    before = state.state_dict()["sender"]
+    gradients = given(SHAPES, rank, 1)
+    if rank == 1:
+        del gradients["odd"]
+    with pytest.raises(MismatchError) as caught:
+        sharded.backward(module, gradients)
+    return before, state.state_dict()["sender"], str(caught.value)
+
+
 MORE = {
     scene.__name__: scene
     for scene in (
@@ -330,6 +345,7 @@ MORE = {
         nothing_at_all,
         chosen,
         not_a_number,
+        disagreed,
     )
 }
 
@@ -452,6 +468,17 @@ def test_what_is_not_finite_spoils_its_block_alone_and_no_residual(more: list[di
         assert not bad[1:7].any()
         assert all(kept.isfinite().all() for kept in residuals.values())
         assert second["weight"].isfinite().all()
+
+
+def test_ranks_that_reduce_different_parameters_are_told_so_and_keep_their_residuals(
+    more: list[dict[str, Any]],
+) -> None:
+    for of_rank in more:
+        before, after, said = of_rank["disagreed"]
+        assert before.keys() == after.keys()
+        assert all(same_bits(before[name], after[name]) for name in before)
+        assert said == more[0]["disagreed"][2]
+        assert "ranks disagree on a collective: rank 0 called gradients(" in said
 
 
 def test_a_mesh_of_some_ranks_is_a_world_of_its_own(four: list[dict[str, Any]]) -> None:

@@ -44,6 +44,9 @@ from narrowcast.errors import ModelKindError, SpecError
 GATHERED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of parameters that a codec takes, and gives back without loss where they are exempt."""
 
+LAYOUTS = 1024
+"""So many sets of parameters that have a gradient together are remembered."""
+
 
 def attach(model: nn.Module, state: GradientCompression, gather: AnyCodec | None) -> None:
     """Replace the collectives of all parameter groups in `model`, once all ranks are known to be configured alike."""
@@ -100,6 +103,8 @@ class Engine:
         """The pieces of a matrix that holds these parameters of a group."""
         key = (group.index, *which, all_exempt, peers.size)
         if key not in self._layouts:
+            if len(self._layouts) >= LAYOUTS:  # experts that come and go: residuals move to new layouts
+                self._layouts.clear()
             shards = []
             for i in which:
                 name, numel = group.names[i], group.numels[i]

@@ -182,28 +182,54 @@ class _Reduced:
         shape = exchange.size, self.sizes[exchange.rank]
         self._inbox = coder.take(f"inbox {index % exchange.wire.pieces}", shape[0] * shape[1]).view(shape)
 
+    def alone(self) -> None:
+        """All of it with the header, where it is small enough. Should ranks not agree, residuals are as they were."""
+        before = None if self._sender is None else self._sender.clone()
+        self._add_gradients()
+        try:
+            self._exchange.open(self._encode, self.sizes, self._coming())
+        except BaseException:
+            if self._sender is not None and before is not None:
+                self._sender.copy_(before)
+            raise
+        self._sent()
+        self._add_up()
+
     def expect(self) -> None:
-        rank = self._exchange.rank
-        coming = [row if peer != rank else row[:0] for peer, row in enumerate(self._inbox)]
-        self._arrive = self._exchange.wire.expect(coming)
+        self._arrive = self._exchange.wire.expect(self._coming())
 
     def send(self) -> None:
-        exchange, sender = self._exchange, self._sender
-        if sender is not None:
-            compressed = [run for run in self._runs if not run.exempt]
-            gradients = [self._matrix[:, run.columns] for run in compressed]
-            torch._foreach_add_([sender[:, run.places] for run in compressed], gradients)
-        for peer in exchange.targets:
-            row = exchange.next_row(self.sizes[peer])
-            for strip, data in zip(self._strips, row.split([strip.sizes[peer] for strip in self._strips]), strict=True):
-                strip.encode(exchange.rank, peer, data)
-            exchange.send(row, peer)
-        for strip in self._strips:
-            strip.sent()
+        self._add_gradients()
+        for peer in self._exchange.targets:
+            self._exchange.send(self._encode(peer), peer)
+        self._sent()
 
     def finish(self) -> None:
         for _ in self._arrive():
             pass
+        self._add_up()
+
+    def _coming(self) -> list[Tensor]:
+        return [row if peer != self._exchange.rank else row[:0] for peer, row in enumerate(self._inbox)]
+
+    def _add_gradients(self) -> None:
+        """To the residuals, where there are some."""
+        sender, compressed = self._sender, [run for run in self._runs if not run.exempt]
+        if sender is not None:
+            gradients = [self._matrix[:, run.columns] for run in compressed]
+            torch._foreach_add_([sender[:, run.places] for run in compressed], gradients)
+
+    def _encode(self, peer: int) -> Tensor:
+        row = self._exchange.next_row(self.sizes[peer])
+        for strip, data in zip(self._strips, row.split([strip.sizes[peer] for strip in self._strips]), strict=True):
+            strip.encode(self._exchange.rank, peer, data)
+        return row
+
+    def _sent(self) -> None:
+        for strip in self._strips:
+            strip.sent()
+
+    def _add_up(self) -> None:
         sizes = [strip.sizes[self._exchange.rank] for strip in self._strips]
         for strip, rows in zip(self._strips, self._inbox.split(sizes, 1), strict=True):
             strip.add(rows, self._exchange.rank, self._divisor)
