@@ -15,6 +15,7 @@ import torch.distributed as dist
 import trained
 from ranks import run
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel as DDP
 from trained import SHAPES, Expected, Given, Named, given
 
@@ -113,12 +114,10 @@ SAME = {
 def _play(rank: int, scenes: dict[str, Callable[[int], Any]]) -> dict[str, Any]:
     found = {}
     for name, scene in scenes.items():
-        start = time.monotonic()
         try:
             found[name] = scene(rank)
         except Exception as error:
             raise AssertionError(f"scene {name}: {type(error).__name__}: {error}") from error
-        found[f"{name} seconds"] = time.monotonic() - start
     return found
 
 
@@ -228,8 +227,70 @@ def other_layouts(rank: int) -> Any:
     return model[0].weight.grad.clone()
 
 
+def several_dtypes(rank: int) -> Any:
+    """DDP gives each dtype buckets of its own."""
+    model = Given(SHAPES)
+    for name, dtype in OTHERS.items():
+        model.register_parameter(name, nn.Parameter(model.get_parameter(name).detach().to(dtype)))
+    ddp = DDP(model)
+    state = nc.compress_gradients(ddp, CODEC, error_feedback=True, seed=SEED)
+    return [trained.backward(ddp, _of_dtypes(rank, step)) for step in range(STEPS)], len(state.stats().buckets)
+
+
+OTHERS = {"odd": torch.bfloat16, "norm": torch.bfloat16, "prime": torch.float16}
+
+
+def _of_dtypes(rank: int, step: int) -> Named:
+    return {name: g.to(OTHERS.get(name, g.dtype)) for name, g in given(SHAPES, rank, step).items()}
+
+
+def uneven(rank: int) -> Any:
+    """Ranks with more batches than others, under DDP's join: what they end with, beside DDP without a hook."""
+    found = []
+    for codec in (None, "raw", "int4"):
+        ddp = DDP(trained.mlp(), bucket_cap_mb=0.002)
+        if codec is not None:
+            nc.compress_gradients(ddp, codec)
+        optimizer = trained.sgd(ddp)
+        with ddp.join():
+            trained.train(ddp, rank, range(3 + 3 * rank), optimizer)
+        found.append(trained.parameters_of(ddp))
+    return found
+
+
+def overlapping(rank: int) -> Any:
+    """Rank 1 starts its step when rank 0 has handed over all its buckets: a hook that waited would wait forever."""
+    ddp, state = _with(rank, bucket_cap_mb=FEW)
+    _steps(ddp, rank, 2)
+    reduce, done = state.reduce, []
+    store = distributed_c10d._get_default_store()
+
+    def watched(*args: Any) -> Any:
+        future = reduce(*args)
+        done.append(future.done())
+        if rank == 0 and len(done) == 4:
+            store.set("handed over", "yes")
+        return future
+
+    state.reduce = watched
+    if rank == 1:
+        store.wait(["handed over"])
+    return trained.backward(ddp, given(SHAPES, rank, 2)), done
+
+
 MORE: dict[str, Callable[[int], Any]] = {
-    scene.__name__: scene for scene in (accumulated, unused_on_one, frozen, two_at_once, channels_last, other_layouts)
+    scene.__name__: scene
+    for scene in (
+        accumulated,
+        unused_on_one,
+        frozen,
+        two_at_once,
+        channels_last,
+        other_layouts,
+        several_dtypes,
+        uneven,
+        overlapping,
+    )
 }
 
 
@@ -304,6 +365,31 @@ def test_a_tied_weight_has_one_gradient(more: list[dict[str, Any]]) -> None:
     for of_rank in more:
         # Two uses of the identity on rows of ones and of twos: 2 * (1 + 2) / 2.
         assert torch.equal(of_rank["other_layouts"], torch.full((30, 30), 3.0))
+
+
+def test_every_dtype_keeps_its_own(more: list[dict[str, Any]]) -> None:
+    expected = Expected(nc.codec(CODEC), 2, True, [SEED] * 2)
+    right = [expected.step([_of_dtypes(rank, step) for rank in range(2)]) for step in range(STEPS)]
+    for of_rank in more:
+        found, buckets = of_rank["several_dtypes"]
+        assert buckets == 3
+        _agree(found, right)
+
+
+def test_ranks_with_fewer_batches_may_join_early(more: list[dict[str, Any]]) -> None:
+    for of_rank, other in zip(more, more[::-1], strict=True):
+        without, lossless, compressed = of_rank["uneven"]
+        # Half of a sum of two is the sum of their halves, to the bit.
+        assert all(same_bits(without[name], lossless[name]) for name in without)
+        assert not all(same_bits(without[name], compressed[name]) for name in without)
+        assert all(same_bits(compressed[name], other["uneven"][2][name]) for name in compressed)
+
+
+def test_the_hook_returns_at_once_and_backward_goes_on(more: list[dict[str, Any]]) -> None:
+    for of_rank in more:
+        gradients, _ = of_rank["overlapping"]
+        _agree([gradients], _right(2)[2:])
+    assert more[0]["overlapping"][1] == [False] * 4
 
 
 # -- sub-groups -------------------------------------------------------------------------------------------------------
