@@ -121,7 +121,22 @@ def quality_section(cells: Cells, model: str) -> list[str]:
         "",
         f"Held-out loss in nats a byte, mean and standard deviation over seeds. Plain first steps: {plain_steps}.",
         *table(" | loss | to fp32 | of the seeds | seeds | ranks agree bit for bit | target", rows),
+        *feedback_lines(runs),
     ]
+
+
+def feedback_lines(runs: dict[str, dict[int, Any]]) -> list[str]:
+    """What error feedback is worth: the loss with it beside the loss without, seed by seed."""
+    lines = []
+    for name in (name for name in runs if f"{name}+EF" in runs):
+        without, with_it = ({seed: run.get("final") for seed, run in runs[key].items()} for key in (name, f"{name}+EF"))
+        ratios = [with_it[seed] / loss - 1 for seed, loss in without.items() if loss and with_it.get(seed)]
+        if ratios:
+            lines.append(
+                f"- {name}: error feedback changes the loss by {statistics.mean(ratios):+.2%} "
+                f"({min(ratios):+.2%} to {max(ratios):+.2%}, {len(ratios)} seeds)"
+            )
+    return [*lines, ""] if lines else []
 
 
 # -- time to a loss ----------------------------------------------------------------------------------------------------

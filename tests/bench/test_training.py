@@ -61,6 +61,12 @@ def test_loss_is_compared_seed_by_seed_and_a_missed_target_is_called_so() -> Non
     assert "| int4+EF | 2.0300 ± 0.0200 | +1.50% | +0.50% to +2.50% | 2 | yes | <= +1.0%: MISSED |" in text
 
 
+def test_error_feedback_is_weighed_seed_by_seed() -> None:
+    both = {**cells(), "quality/small/int4/1": run(2.4, 2.0), "quality/small/int2/0": run(2.4, 2.0)}
+    lines = report.feedback_lines(report.runs_of(both, "small"))
+    assert lines == ["- int4: error feedback changes the loss by +2.50% (+2.50% to +2.50%, 1 seeds)", ""]
+
+
 def test_a_run_that_failed_is_shown_as_failed() -> None:
     failed = {**cells(), "quality/small/int4+EF/1": {"settings": SETTINGS, "found": {"failed": "why"}}}
     assert "| int4+EF | failed in 1 of 2 |" in "\n".join(report.quality_section(failed, "small"))
