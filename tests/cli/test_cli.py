@@ -113,8 +113,8 @@ def test_the_table_of_codecs_has_a_line_for_each() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["encoed"], "No such command 'encoed'. Did you mean 'encode'"),
-        (["codecs", "--jsno"], "No such option: --jsno"),
+        (["encoed"], "No such command 'encoed'"),
+        (["codecs", "--jsno"], "--jsno"),
         (["bench", "codecs"], "No such command 'codecs'"),
         (["encode"], "Missing argument 'SRC'. See: "),
         (["encode", "nowhere.npy", "x.safetensors"], "SRC='nowhere.npy': no such file"),

@@ -169,19 +169,19 @@ def _decoded(found: Checkpoint, name: str, dtype: torch.dtype | None) -> Entry:
 
 def _shape_before(found: Checkpoint, name: str, encoding: Encoding) -> tuple[int, ...]:
     """The shape that `encode` noted, or the one that the file describes. The note is data from anywhere."""
-    told = found.user.get(SHAPES)
-    noted = told.get(found.tied.get(name, name)) if isinstance(told, dict) else None
+    notes = found.user.get(SHAPES)
+    noted = notes.get(found.tied.get(name, name)) if isinstance(notes, dict) else None
+    told = tuple(encoding.shape)
     if noted is None:
-        return tuple(encoding.shape)
-    sizes = noted if isinstance(noted, list) else [None]
-    if tuple(sizes) not in (tuple(encoding.shape), tuple(encoding.shape[1:])) and (
-        sizes or encoding.shape.numel() != 1
-    ):
-        raise CheckpointError(
-            f"{found.path}: {name!r} is noted to have had the shape {str(noted)[:80]}, but holds "
-            f"{list(encoding.shape)}. The metadata is damaged or another file's."
-        )
-    return tuple(sizes)
+        return told
+    possible = [told, told[1:], *([()] if told == (1, 1) else [])]
+    for shape in possible:
+        if noted == list(shape):
+            return shape
+    raise CheckpointError(
+        f"{found.path}: {name!r} is noted to have had the shape {str(noted)[:80]}, but holds {list(told)}. The "
+        "metadata is damaged or another file's."
+    )
 
 
 # -- both -------------------------------------------------------------------------------------------------------------
