@@ -62,7 +62,7 @@ def _check_flat(world: int, warm_up: int, steps: int, timeout: float) -> None:
 
 @pytest.mark.timeout(120)
 def test_memory_and_threads_stay_flat() -> None:
-    _check_flat(2, 100, 300, 110)
+    _check_flat(2, 60, 150, 110)
 
 
 @pytest.mark.soak
