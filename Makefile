@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 CORE   := CMakeLists.txt $(wildcard src/narrowcast/kernels/native_core/*)
 
-.PHONY: help demo test lint format soak gpu bench linear quality wire training sanitize clean
+.PHONY: help demo test coverage lint format docs soak gpu bench linear quality wire training sanitize clean
 
 help:            ## say what there is
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
@@ -29,6 +29,14 @@ demo: $(VENV)/.core      ## install into .venv and show the library working
 
 test: $(VENV)/.dev lint  ## every test that runs without a GPU, in minutes
 	$(BIN)/pytest -n 2 -m "not soak and not gpu"
+
+# Not part of `make test`: counting lines made tests/codecs/test_conformance.py take 1.8 times the processor time.
+coverage: $(VENV)/.dev   ## every test again, and which lines none of them runs
+	$(BIN)/pytest -n 2 -m "not soak and not gpu" --cov --cov-report=term
+
+docs: $(VENV)/.dev       ## build the site into site/, with warnings as errors
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.dev       ## ruff and strict mypy
 	$(BIN)/ruff check .
@@ -74,4 +82,4 @@ sanitize: $(VENV)/.dev   ## the native core under AddressSanitizer and Undefined
 	$(BIN)/pytest tests/kernels/test_native.py tests/codecs/test_conformance.py
 
 clean:           ## remove what was built
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) build dist site
