@@ -25,7 +25,8 @@ def moved() -> dict[str, str]:
     pages = {f"docs/{path.name}": path.name for path in (ROOT / "docs").glob("*.md")}
     results = [path.name for path in sorted((ROOT / "bench/results").glob("*")) if path.suffix in (".md", ".png")]
     places = {f"bench/results/{name}": f"results/{name}" for name in results}
-    return pages | places | {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
+    others = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
+    return pages | places | others
 
 
 def on_config(config: Any) -> Any:

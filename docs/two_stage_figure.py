@@ -1,7 +1,4 @@
-"""Draws docs/two_stage.svg: the two-stage reduction with three ranks.
-
-    python docs/two_stage_figure.py
-"""
+"""Draws docs/two_stage.svg, the two-stage reduction with three ranks: `python docs/two_stage_figure.py`."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ def text(x: float, y: float, words: str, size: int = 13, anchor: str = "middle",
     return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
 
 
-def floats(x: float, y: float, owner: int) -> str:
-    return f'<rect x="{x}" y="{y}" width="{PART}" height="{FLOAT}" rx="3" fill="{COLOURS[owner]}"/>'
+def floats(x: float, y: float, owner: int, height: int = FLOAT) -> str:
+    return f'<rect x="{x}" y="{y}" width="{PART}" height="{height}" rx="3" fill="{COLOURS[owner]}"/>'
 
 
 def row(x: float, y: float, owner: int) -> str:
@@ -32,7 +29,8 @@ def arrow(x0: float, y0: float, x1: float, y1: float, owner: int, dashed: bool =
     bend = (x1 - x0) * 0.45
     dash = ' stroke-dasharray="5 4"' if dashed else ""
     path = f"M{x0} {y0} C{x0 + bend} {y0} {x1 - bend} {y1} {x1} {y1}"
-    return f'<path d="{path}" fill="none" stroke="{COLOURS[owner]}" stroke-width="1.6"{dash} marker-end="url(#tip{owner})"/>'
+    line = f'stroke="{COLOURS[owner]}" stroke-width="1.6"{dash} marker-end="url(#tip{owner})"'
+    return f'<path d="{path}" fill="none" {line}/>'
 
 
 def tensor(x: float, lane: int) -> list[str]:
@@ -60,7 +58,7 @@ def drawing() -> str:
         for source, from_lane in enumerate(LANES):
             y = lane + (2, 34, 66)[source]
             own = source == rank
-            shapes.append(floats(370, y, rank).replace(f'height="{FLOAT}"', 'height="24"') if own else row(370, y + 6, rank))
+            shapes.append(floats(370, y, rank, 24) if own else row(370, y + 6, rank))
             shapes.append(arrow(246, from_lane + 28 + 16 * rank, 366, y + 12, rank, dashed=own))
             shapes.append(arrow(692, lane + 44, 791, from_lane + 28 + 16 * rank, rank))
     shapes += [

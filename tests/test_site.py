@@ -1,5 +1,5 @@
-"""The documentation as a whole: links lead somewhere, figures are those of the results, every public name is described, and the
-site builds without a warning. What its code blocks do is for test_docs.py."""
+"""The documentation as a whole: links lead somewhere, figures are those of the results, every public name is
+described, and the site builds without a warning. What its code blocks do is for test_docs.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_link_that_leads_nowhere_is_found() -> None:
     assert broken_links(ROOT / "docs/index.md", text) == ["formats.md"]
 
 
-# -- figures ------------------------------------------------------------------------------------------------------------
+# -- figures --------------------------------------------------------------------------------------------------------
 
 
 def unfounded(section: str) -> list[str]:
@@ -69,7 +69,7 @@ def test_every_result_file_has_a_section_among_the_figures(result: Path) -> None
     assert sum(f"](../bench/results/{result.name}) · " in section for section in sections()) == 1
 
 
-# -- the site -----------------------------------------------------------------------------------------------------------
+# -- the site -------------------------------------------------------------------------------------------------------
 
 
 def test_every_public_name_has_its_place_on_an_api_page() -> None:
