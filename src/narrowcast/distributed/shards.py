@@ -108,10 +108,14 @@ def reduce_shards(
     probe: Probe | None,
 ) -> None:
     """Sum this rank's row of every rank's `matrix` [ranks, columns] into `output` [columns]."""
-    exchange.agree()
     pieces = [_Reduced(exchange, matrix, output, piece, i, divisor, residuals, probe) for i, piece in enumerate(layout)]
-    exchange.reserve(max(max(piece.sizes) for piece in pieces))
-    _in_turn(exchange, pieces)
+    largest = max(max(piece.sizes) for piece in pieces)
+    exchange.reserve(largest)
+    if len(pieces) == 1 and largest <= exchange.wire.eager:
+        pieces[0].alone()
+    else:
+        exchange.agree()
+        _in_turn(exchange, pieces)
 
 
 def gather_shards(exchange: Exchange, matrix: Tensor, layout: Sequence[PieceLayout]) -> None:
