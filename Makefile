@@ -79,7 +79,8 @@ sanitize: $(VENV)/.dev   ## the native core under AddressSanitizer and Undefined
 	cmake --build build/sanitize --parallel 2
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 NARROWCAST_CORE=$(CURDIR)/build/sanitize/_narrowcast_core.so \
-	$(BIN)/pytest tests/kernels/test_native.py tests/codecs/test_conformance.py
+	$(BIN)/pytest tests/kernels/test_native.py tests/kernels/test_fake.py tests/kernels/test_linear.py \
+		tests/kernels/test_integer.py tests/codecs/test_conformance.py
 
 clean:           ## remove what was built
 	rm -rf $(VENV) build dist site
