@@ -14,6 +14,7 @@ import pytest
 
 import narrowcast as nc
 from narrowcast import distributed, errors
+from narrowcast.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -93,6 +94,12 @@ def test_the_figure_is_what_its_script_draws() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.drawing() == script.with_name("two_stage.svg").read_text()
+
+
+def test_every_command_is_on_the_page_of_the_command_line() -> None:
+    named = {info.name for info in (*app.registered_commands, *app.registered_groups)}
+    described = set(re.findall(r"`narrowcast (\w+)`", (ROOT / "docs/commands.md").read_text()))
+    assert named == described
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs: pip install 'narrowcast[docs]'")
