@@ -44,7 +44,7 @@ class Run:
         self.ddp = DDP(trained.mlp(width=25), bucket_cap_mb=0.002)
         self.optimizer = trained.sgd(self.ddp)
         if hooked:
-            self.state = nc.GradientCompression(model=self.ddp.module, **options)
+            self.state = nc.GradientCompression(**{"model": self.ddp.module, **options})
             self.ddp.register_comm_hook(self.state, nc.gradient_hook)
         else:
             self.state = nc.compress_gradients(self.ddp, **options)
@@ -147,6 +147,22 @@ def _same_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def _scenes(rank: int) -> Any:
     return _residuals_matter(rank), _snapshots(rank), _refused(rank)
+
+
+def _nameless(rank: int) -> Any:
+    """A state that was never told the model: parameters are numbered as they come."""
+    options: dict[str, Any] = {"codec": "int4:stochastic=true", "model": None}
+    straight, resumed = (Run(rank, hooked=True, **options) for _ in range(2))
+    straight.train(0, STOP)
+    resumed.load(straight.save())
+    return straight.train(STOP, END), resumed.train(STOP, END), list(straight.state.state_dict()["sender"])
+
+
+def test_resuming_is_exact_without_names_too() -> None:
+    for straight, resumed, names in run(2, _nameless, timeout=150):
+        assert all(name.startswith("parameter ") for name in names)
+        assert names
+        assert all(same_bits(straight[key], resumed[key]) for key in straight)
 
 
 @pytest.fixture(scope="module")
