@@ -19,23 +19,39 @@ from narrowcast.cli import app
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RESULTS = sorted((ROOT / "bench/results").glob("*.md"))
-LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 NUMBER = re.compile(r"[\d,]*\d(?:\.\d+)?%?")
 
 
+def anchors(page: Path) -> set[str]:
+    """The names that headings have, in the site and on GitHub."""
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(page.read_text())}
+
+
 def broken_links(page: Path, text: str) -> list[str]:
-    targets = [target for target in LINK.findall(text) if "://" not in target]
-    return [target for target in targets if not (page.parent / target).exists()]
+    broken = []
+    for target, anchor in LINK.findall(text):
+        found = page.parent / target if target else page
+        if "://" not in target and (not found.exists() or (anchor and anchor not in anchors(found))):
+            broken.append(f"{target}#{anchor}" if anchor else target)
+    return broken
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_to_a_file(page: Path) -> None:
+def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page: Path) -> None:
     assert broken_links(page, page.read_text()) == []
 
 
 def test_a_link_that_leads_nowhere_is_found() -> None:
-    text = "[a](format.md#tables), [b](../Makefile), [c](https://example.org), [d](formats.md)"
-    assert broken_links(ROOT / "docs/index.md", text) == ["formats.md"]
+    text = "[a](format.md#tables), [b](../Makefile), [c](https://example.org), [d](formats.md), [e](format.md#chairs)"
+    assert broken_links(ROOT / "docs/index.md", text) == ["formats.md", "format.md#chairs"]
+
+
+def test_every_page_is_in_the_menu_of_the_site() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages <= set(re.findall(r"[\w/]+\.md", menu))
 
 
 # -- figures --------------------------------------------------------------------------------------------------------
@@ -104,7 +120,8 @@ def test_every_command_is_on_the_page_of_the_command_line() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs: pip install 'narrowcast[docs]'")
 def test_the_site_builds_without_a_warning_and_its_links_between_pages_hold(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    # Without --quiet, which keeps warnings from --strict, too.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
