@@ -428,3 +428,9 @@ def test_scales_of_another_axis_are_counted() -> None:
 def test_integers_are_refused() -> None:
     with pytest.raises(DtypeError, match=r"x has dtype torch\.int64.*x\.float\(\)"):
         fake_quantize(torch.ones(3, dtype=torch.int64), torch.ones(1), GRIDS["int4"], None)
+
+
+def test_a_table_of_more_levels_than_codes_of_8_bits_is_refused() -> None:
+    levels = torch.arange(300.0)
+    with pytest.raises(ShapeError, match="300 levels, and a table has at most 256"):
+        fake_quantize(torch.randn(10), torch.ones(1), Grid(levels, levels[:-1] + 0.5, False), None)

@@ -28,12 +28,15 @@ from narrowcast.kernels.layout import Grid
 
 __all__ = ["Grid", "fake_quantize"]
 
+MOST_LEVELS = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def fake_quantize(x: Tensor, scale: Tensor, grid: Grid, axis: int | None) -> Tensor:
     """`x` at the levels of `grid` times `scale`: one for all of x (axis None), or one per slice along `axis`."""
     place = _check(x, scale, axis)
+    if not grid.uniform and grid.levels.shape[0] > MOST_LEVELS:
+        raise ShapeError(f"grid: {len(grid.levels)} levels, and a table has at most {MOST_LEVELS}: codes have 8 bits.")
     scale = scale.float()
     if ops.unwatched(x) and ops.unwatched(scale):
         if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad):
