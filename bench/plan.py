@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 from narrowcast import distributed as ncd  # noqa: E402
-from narrowcast.distributed.gradients import GradientCompression  # noqa: E402
+from narrowcast.distributed.gradients.compression import GradientCompression  # noqa: E402
 from narrowcast.distributed.plan import NONE, plan  # noqa: E402
 
 NETWORKS = {f"{ranks}x{rate}": (ranks, rate) for rate in ("100mbit", "1gbit", "unlimited") for ranks in (2, 4)}

@@ -101,7 +101,11 @@ def test_every_part_of_the_house_has_arrows() -> None:
         ("from narrowcast.codecs import base", "narrowcast.kernels.ops", ["narrowcast.codecs.base"]),
         ("import narrowcast.payload", "narrowcast.codecs.cast", ["narrowcast.payload"]),
         ("from narrowcast import payload", "narrowcast.codecs.cast", ["narrowcast.payload"]),
-        ("def f():\n    from narrowcast.nn import linear", "narrowcast.distributed.ddp", ["narrowcast.nn.linear"]),
+        (
+            "def f():\n    from narrowcast.nn import linear",
+            "narrowcast.distributed.gradients.ddp",
+            ["narrowcast.nn.linear"],
+        ),
         ("from ..distributed import lane", "narrowcast.nn.linear", ["narrowcast.distributed.lane"]),
         ("from .. import checkpoint", "narrowcast.nn.linear", ["narrowcast.checkpoint"]),
         ("import narrowcast", "narrowcast.kernels.ops", ["narrowcast"]),

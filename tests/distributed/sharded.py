@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from trained import CHUNK, UNIT, Given, Named, Shapes, exempt
 
 from narrowcast import Codec
-from narrowcast.distributed.buckets import key_of
-from narrowcast.distributed.columns import Chunk
-from narrowcast.distributed.gradients import _mixed
+from narrowcast.distributed.gradients.buckets import key_of
+from narrowcast.distributed.gradients.columns import Chunk
+from narrowcast.distributed.gradients.compression import _mixed
 
 SHAPES: Shapes = {
     "bias": (37,),  # exempt: it has one dimension

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowcast.distributed import columns
-from narrowcast.distributed.columns import Entry, PieceLayout, chunks, lay_out, worth_rows
+from narrowcast.distributed.gradients import columns
+from narrowcast.distributed.gradients.columns import Entry, PieceLayout, chunks, lay_out, worth_rows
 
 CASES = [(numel, ranks) for ranks in (2, 3, 4, 7) for numel in (ranks * 128, 1000, 1009, 4096, 5 * ranks * 128 - 127)]
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from cases import mixed, same_bits
 from narrowcast import codec as as_codec
-from narrowcast.distributed import columns
 from narrowcast.distributed.arena import Arena
 from narrowcast.distributed.coder import Coder
-from narrowcast.distributed.columns import Entry, PieceLayout, lay_out
-from narrowcast.distributed.feedback import FeedbackStrip, Residuals, leave_residual
+from narrowcast.distributed.gradients import columns
+from narrowcast.distributed.gradients.columns import Entry, PieceLayout, lay_out
+from narrowcast.distributed.gradients.feedback import FeedbackStrip, Residuals, leave_residual
+from narrowcast.distributed.gradients.telemetry import Probe
 from narrowcast.distributed.stats import Meter
-from narrowcast.distributed.telemetry import Probe
 
 CPU = torch.device("cpu")
 NUMEL = 640

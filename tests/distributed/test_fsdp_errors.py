@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from trained import Given, given
 
 import narrowcast as nc
-from narrowcast.distributed import fsdp_torch
+from narrowcast.distributed.gradients import fsdp_torch
 from narrowcast.errors import CollectiveError, MismatchError, ModelKindError, NarrowcastError, SpecError, StateDictError
 
 

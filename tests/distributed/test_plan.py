@@ -17,7 +17,7 @@ from narrowcast import distributed as ncd
 from narrowcast import errors
 from narrowcast.distributed import link as links
 from narrowcast.distributed import plan as planning
-from narrowcast.distributed.gradients import GradientCompression
+from narrowcast.distributed.gradients.compression import GradientCompression
 from narrowcast.distributed.link import Link, link_on_paper, measure_link, slowest
 from narrowcast.distributed.peers import peers_of
 from narrowcast.distributed.plan import Plan, Prediction, choose, decide, predict, predict_plain

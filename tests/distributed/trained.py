@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from cases import mixed
 from narrowcast import Codec
-from narrowcast.distributed.buckets import key_of
-from narrowcast.distributed.columns import Chunk
-from narrowcast.distributed.gradients import _mixed
+from narrowcast.distributed.gradients.buckets import key_of
+from narrowcast.distributed.gradients.columns import Chunk
+from narrowcast.distributed.gradients.compression import _mixed
 
 Shapes = Mapping[str, tuple[int, ...]]
 Named = dict[str, Tensor]

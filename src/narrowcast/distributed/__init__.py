@@ -16,9 +16,7 @@ from narrowcast.distributed.collectives import (
     reduce_scatter,
     reduce_scatter_tensor,
 )
-from narrowcast.distributed.compress import compress_gradients
-from narrowcast.distributed.ddp import gradient_hook
-from narrowcast.distributed.gradients import GradientCompression
+from narrowcast.distributed.gradients import GradientCompression, compress_gradients, gradient_hook
 from narrowcast.distributed.lane import Work
 from narrowcast.distributed.point_to_point import irecv, isend, recv, send
 from narrowcast.distributed.stats import OpStats, reset_stats, stats

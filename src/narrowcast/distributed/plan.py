@@ -34,9 +34,10 @@ import torch.distributed as dist
 
 from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
-from narrowcast.distributed import arguments, columns, two_stage
+from narrowcast.distributed import arguments, two_stage
 from narrowcast.distributed.agreement import header_bytes
-from narrowcast.distributed.gradient_options import Mode, mode_of
+from narrowcast.distributed.gradients import columns
+from narrowcast.distributed.gradients.options import Mode, mode_of
 from narrowcast.distributed.link import STREAM_S, Link, average, measure_link, members, slowest, timed
 from narrowcast.distributed.peers import Peers, peers_of
 from narrowcast.distributed.speed import CodecSpeed, measure_codecs

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowcast.distributed import ddp
 from narrowcast.distributed.collectives import AnyCodec
-from narrowcast.distributed.gradient_options import Exempt, Mode, Schedule, one_dimensional
-from narrowcast.distributed.gradients import GradientCompression
+from narrowcast.distributed.gradients import ddp
+from narrowcast.distributed.gradients.compression import GradientCompression
+from narrowcast.distributed.gradients.options import Exempt, Mode, Schedule, one_dimensional
 from narrowcast.errors import ModelKindError, SpecError
 
 
@@ -54,7 +54,7 @@ def compress_gradients(
         seed=seed,
     )
     if sharded:
-        from narrowcast.distributed import fsdp
+        from narrowcast.distributed.gradients import fsdp
 
         fsdp.attach(found, state, gather)
     else:

@@ -23,14 +23,15 @@ from torch import Tensor, nn
 
 from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
-from narrowcast.distributed import arguments, gradient_state
+from narrowcast.distributed import arguments
 from narrowcast.distributed.agreement import Call
-from narrowcast.distributed.buckets import Bucket, lossless
 from narrowcast.distributed.collectives import AnyCodec
-from narrowcast.distributed.columns import Entry, PieceLayout, lay_out, worth_rows
 from narrowcast.distributed.exchange import Exchange
-from narrowcast.distributed.feedback import Residuals
-from narrowcast.distributed.gradient_options import (
+from narrowcast.distributed.gradients import state as saved
+from narrowcast.distributed.gradients.buckets import Bucket, lossless
+from narrowcast.distributed.gradients.columns import Entry, PieceLayout, lay_out, worth_rows
+from narrowcast.distributed.gradients.feedback import Residuals
+from narrowcast.distributed.gradients.options import (
     Exempt,
     Mode,
     Schedule,
@@ -41,12 +42,12 @@ from narrowcast.distributed.gradient_options import (
     rule_of,
     steps_of,
 )
+from narrowcast.distributed.gradients.telemetry import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log, norm
 from narrowcast.distributed.lane import Work
 from narrowcast.distributed.launch import perform, start
 from narrowcast.distributed.peers import Peers, peers_of
 from narrowcast.distributed.plan import Plan, choose_codec
 from narrowcast.distributed.stats import span
-from narrowcast.distributed.telemetry import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log, norm
 
 BUCKET = 25 * (1 << 20) // 4
 """Elements of a bucket, about, as DDP cuts them by default: what "auto" plans with."""
@@ -115,7 +116,7 @@ class GradientCompression:
         group = arguments.group_of(self.process_group, "compress_gradients")
         if group is None or group.size() == 1:
             if self._loaded is not None:
-                gradient_state.check_rank(0, 1, self._loaded)
+                saved.check_rank(0, 1, self._loaded)
             self.step += last
             alone: torch.futures.Future[Tensor] = torch.futures.Future()
             alone.set_result(buffer)
@@ -310,7 +311,7 @@ class GradientCompression:
         if self._loaded is not None:  # no step since
             return {**self._loaded, "step": self.step}
         return {
-            "version": gradient_state.VERSION,
+            "version": saved.VERSION,
             "step": self.step,
             "seed": self._seed,
             "codec": None if self.codec is None else self.codec.spec,
@@ -323,10 +324,10 @@ class GradientCompression:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: by the same rank of as many, with the same parameters."""
-        gradient_state.check(state)
-        codec = gradient_state.codec_of(state) if self._auto else self.codec  # what was chosen then
+        saved.check(state)
+        codec = saved.codec_of(state) if self._auto else self.codec  # what was chosen then
         mode = mode_of(self._feedback, codec, self._schedule)
-        gradient_state.check_fits(state, mode, self.residuals, self.numels if self._named else None)
+        saved.check_fits(state, mode, self.residuals, self.numels if self._named else None)
         if self._auto:
             self._use(codec, self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])
@@ -336,7 +337,7 @@ class GradientCompression:
             self._take_residuals(state)
 
     def _take_residuals(self, state: Mapping[str, Any]) -> None:
-        gradient_state.load_residuals(self.residuals, state)
+        saved.load_residuals(self.residuals, state)
         self._loaded = None
 
 

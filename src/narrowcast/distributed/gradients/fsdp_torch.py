@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from narrowcast.distributed.gradient_options import plain_name
+from narrowcast.distributed.gradients.options import plain_name
 from narrowcast.distributed.uncompiled import uncompiled
 from narrowcast.errors import CollectiveError, ModelKindError
 

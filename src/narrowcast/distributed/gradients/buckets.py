@@ -18,12 +18,12 @@ from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import two_stage
 from narrowcast.distributed.coder import Coder
-from narrowcast.distributed.columns import UNIT, Chunk, PieceLayout
 from narrowcast.distributed.exchange import Exchange
-from narrowcast.distributed.feedback import FeedbackStrip, Residuals
+from narrowcast.distributed.gradients.columns import UNIT, Chunk, PieceLayout
+from narrowcast.distributed.gradients.feedback import FeedbackStrip, Residuals
+from narrowcast.distributed.gradients.telemetry import Probe
 from narrowcast.distributed.hierarchy import LOSSLESS
 from narrowcast.distributed.piece import Piece, Strip
-from narrowcast.distributed.telemetry import Probe
 
 
 def lossless(dtype: torch.dtype) -> Codec:

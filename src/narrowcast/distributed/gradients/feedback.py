@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from narrowcast.distributed.coder import Coder
-from narrowcast.distributed.columns import Chunk, PieceLayout, chunks
-from narrowcast.distributed.gradient_options import Mode
+from narrowcast.distributed.gradients.columns import Chunk, PieceLayout, chunks
+from narrowcast.distributed.gradients.options import Mode
+from narrowcast.distributed.gradients.telemetry import Probe
 from narrowcast.distributed.piece import Strip
-from narrowcast.distributed.telemetry import Probe
 
 
 class FeedbackStrip(Strip):

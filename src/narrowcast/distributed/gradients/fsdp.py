@@ -27,18 +27,18 @@ from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
 from narrowcast.distributed.agreement import Call
-from narrowcast.distributed.buckets import lossless
 from narrowcast.distributed.collectives import AnyCodec
-from narrowcast.distributed.columns import PieceLayout, worth_rows
 from narrowcast.distributed.exchange import Exchange
-from narrowcast.distributed.feedback import Residuals
-from narrowcast.distributed.fsdp_torch import AllGather, Group, ReduceScatter, groups_of
-from narrowcast.distributed.gradient_options import Mode, for_gradients
-from narrowcast.distributed.gradients import GradientCompression
+from narrowcast.distributed.gradients.buckets import lossless
+from narrowcast.distributed.gradients.columns import PieceLayout, worth_rows
+from narrowcast.distributed.gradients.compression import GradientCompression
+from narrowcast.distributed.gradients.feedback import Residuals
+from narrowcast.distributed.gradients.fsdp_torch import AllGather, Group, ReduceScatter, groups_of
+from narrowcast.distributed.gradients.options import Mode, for_gradients
+from narrowcast.distributed.gradients.shards import Shard, gather_shards, lay_out_shards, reduce_shards
+from narrowcast.distributed.gradients.telemetry import BucketStats
 from narrowcast.distributed.launch import launch, start
 from narrowcast.distributed.peers import Peers, peers_of
-from narrowcast.distributed.shards import Shard, gather_shards, lay_out_shards, reduce_shards
-from narrowcast.distributed.telemetry import BucketStats
 from narrowcast.errors import ModelKindError, SpecError
 
 GATHERED = (torch.float32, torch.bfloat16, torch.float16)

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from narrowcast.codecs import Codec
-from narrowcast.distributed.buckets import chunk_by_chunk, key_of, lossless
-from narrowcast.distributed.columns import UNIT, PieceLayout, chunks, elements_at_once
 from narrowcast.distributed.exchange import Exchange
-from narrowcast.distributed.feedback import FeedbackStrip, Residuals
-from narrowcast.distributed.telemetry import Probe
+from narrowcast.distributed.gradients.buckets import chunk_by_chunk, key_of, lossless
+from narrowcast.distributed.gradients.columns import UNIT, PieceLayout, chunks, elements_at_once
+from narrowcast.distributed.gradients.feedback import FeedbackStrip, Residuals
+from narrowcast.distributed.gradients.telemetry import Probe
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,15 @@ def reduce_shards(
     exchange.reserve(largest)
     if len(pieces) == 1 and largest <= exchange.wire.eager:
         pieces[0].alone()
-    else:
-        exchange.agree()
+        return
+    exchange.agree()
+    try:
         _in_turn(exchange, pieces)
+    except BaseException:
+        # Gradients lie in residuals, sent or not, and must not be sent again with those of the next step.
+        if residuals is not None:
+            residuals.forget(layout)
+        raise
 
 
 def gather_shards(exchange: Exchange, matrix: Tensor, layout: Sequence[PieceLayout]) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
-from narrowcast.distributed.columns import chunks
-from narrowcast.distributed.feedback import Residuals
-from narrowcast.distributed.gradient_options import Mode, for_gradients
+from narrowcast.distributed.gradients.columns import chunks
+from narrowcast.distributed.gradients.feedback import Residuals
+from narrowcast.distributed.gradients.options import Mode, for_gradients
 from narrowcast.errors import StateDictError
 
 VERSION = 1

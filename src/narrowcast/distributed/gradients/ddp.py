@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowcast.distributed.gradients import GradientCompression
+from narrowcast.distributed.gradients.compression import GradientCompression
 from narrowcast.errors import CollectiveError, DtypeError
 
 
@@ -31,7 +31,7 @@ def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
             "compress_gradients once, or make a new DistributedDataParallel to change it."
         )
     like = next(parameter for parameter in ddp.parameters() if parameter.requires_grad)
-    group: Any = ddp.process_group
+    group: Any = state.process_group or ddp.process_group
     if group.size() > 1:
         state.agree(group, like.detach())
     ddp.register_comm_hook(state, gradient_hook)
