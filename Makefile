@@ -24,7 +24,8 @@ $(VENV)/.dev: $(VENV)/.core
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	@touch $@
 
-demo: $(VENV)/.core      ## install into .venv and show the library working
+demo: $(VENV)/.core      ## train a small GPT with compressed gradients, quantize it, show both (two minutes)
+	$(BIN)/pip install --quiet 'matplotlib>=3.9'
 	$(BIN)/narrowcast demo
 
 test: $(VENV)/.dev lint  ## every test that runs without a GPU, in minutes
