@@ -13,7 +13,8 @@ four ranks shares this machine's cores, so the many trainings of `quality` take 
               the counted bytes take at the link's rate. Bytes are the kernel's count on the interface, the most of any
               rank.
     quality   loss on text that is never trained on, after the same steps from the same weights on the same batches, for
-              several seeds: real DDP on the loopback interface. `to fp32` pairs runs of the same seed.
+              several seeds: real DDP on the loopback interface. `to fp32` pairs runs of the same seed. A curve's points
+              before the last are taken on a quarter of that text.
     memory    what a compression keeps between steps, in bytes a parameter, and rank 0's peak memory beside DDP's own.
 
 Time to a loss is the curve of `quality` on the clock of `speed`, for the same model; plain steps of a warm-up cost what
@@ -171,6 +172,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quality-model", default="small", choices=MODELS)
     parser.add_argument("--again", action="store_true", help="do what is there already, too")
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "training", help="folder for the results")
+    parser.add_argument("--note", default="", help="a sentence for the head of training.md")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
     for name, known in (("only", PARTS), ("methods", METHODS), ("speed_models", MODELS), ("rates", None)):
@@ -192,7 +194,7 @@ def main() -> None:
             if part.__name__ in given.only:
                 part(given, results, progress)
     if "report" in given.only:
-        about = f"{datetime.date.today()}, {machine()}. Command: `{' '.join(sys.argv)}`."
+        about = f"{datetime.date.today()}, {machine()}. {given.note}".rstrip()
         text = training_report.write(results.cells, given.out, about)
         print(text)
 

@@ -277,7 +277,8 @@ def plots(cells: Cells, models: list[str], folder: Path) -> list[str]:
         right.set(xlabel="MB sent a step and rank", title="bytes a step")
         for axes in (left, middle):
             axes.grid(alpha=0.3)
-            axes.legend(frameon=False, fontsize=8)
+            if axes.lines:
+                axes.legend(frameon=False, fontsize=8)
         figure.suptitle(f"byte-level GPT, {model}, 4 ranks")
         figure.tight_layout()
         folder.mkdir(parents=True, exist_ok=True)
