@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -254,7 +255,9 @@ def test_ctrl_c_leaves_nothing_half_written(folder: Path) -> None:
     words = ["encode", "x.npy", "y.safetensors", "--codec", "int8:stochastic=true"]
     command = [sys.executable, "-m", "narrowcast.cli", *words]
     environment = {**os.environ, "PYTHONPATH": str(Path(nc.__file__).parent.parent)}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs of some shells start without it
+    options = {"stderr": subprocess.PIPE, "text": True, "env": environment, "preexec_fn": listens}
+    with subprocess.Popen(command, **options) as process:
         deadline = time.monotonic() + 60
         while not [*folder.glob(".*")] and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
