@@ -182,6 +182,7 @@ def test_a_schedule_says_the_codec_of_each_step_and_residuals_outlast_a_change(p
         assert all(_equal(one, other) for one, other in zip(found, right, strict=True))
         assert stats.uncompressed == {"schedule": 2}
         assert stats.buckets[0].codec == "int4"
+        assert stats.buckets[0].reason == ""  # it went compressed
 
 
 def test_buckets_with_nothing_to_compress_are_counted_with_the_reason(played: list[dict[str, Any]]) -> None:

@@ -238,7 +238,7 @@ class GradientCompression:
         if step < self.warmup_steps:
             return None, "warm-up"
         if self._schedule is None:
-            return self.codec, "codec=None"
+            return self.codec, ""
         given = self._schedule(step)
         return (None, "schedule") if given is None else (for_gradients(as_codec(given)), "")
 
