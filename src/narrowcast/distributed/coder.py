@@ -6,10 +6,19 @@ import torch
 from torch import Tensor
 
 from narrowcast.codecs import Codec
+from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed.arena import Arena
 from narrowcast.distributed.stats import Meter
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: spreads small numbers over all bits
+
+
+_LOSSLESS = {torch.float32: "raw", torch.float64: "raw", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def lossless(dtype: torch.dtype) -> Codec:
+    """The codec in which tensors of this dtype travel without loss; fp64 is rounded to fp32, as in every codec."""
+    return as_codec(_LOSSLESS[dtype])
 
 
 class Coder:

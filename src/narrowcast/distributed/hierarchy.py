@@ -23,6 +23,7 @@ from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments, one_trip, two_stage
 from narrowcast.distributed.agreement import Call
+from narrowcast.distributed.coder import lossless
 from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.lane import Work
 from narrowcast.distributed.launch import perform, seed_of, start, writable
@@ -30,8 +31,6 @@ from narrowcast.distributed.peers import peers_of
 from narrowcast.distributed.stats import span
 from narrowcast.errors import ShapeError
 from narrowcast.kernels import casts
-
-LOSSLESS = {torch.float32: "raw", torch.float64: "raw", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def all_reduce_over_mesh(
@@ -50,7 +49,7 @@ def all_reduce_over_mesh(
     between, within = mesh.get_group(0), mesh.get_group(1)
     word, divisor = arguments.reduction(op, mesh.size(), "all_reduce")
     far = as_codec(codec)
-    near = as_codec(local_codec if local_codec is not None else LOSSLESS[target.dtype])
+    near = lossless(target.dtype) if local_codec is None else as_codec(local_codec)
     number, near_number = seed_of(far, seed), seed_of(near, seed)
     data, bring_home = writable(target)
 

@@ -15,20 +15,13 @@ import torch
 from torch import Tensor
 
 from narrowcast.codecs import Codec
-from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import two_stage
-from narrowcast.distributed.coder import Coder
+from narrowcast.distributed.coder import Coder, lossless
 from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.gradients.columns import UNIT, Chunk, PieceLayout
 from narrowcast.distributed.gradients.feedback import FeedbackStrip, Residuals
 from narrowcast.distributed.gradients.telemetry import Probe
-from narrowcast.distributed.hierarchy import LOSSLESS
 from narrowcast.distributed.piece import Piece, Strip
-
-
-def lossless(dtype: torch.dtype) -> Codec:
-    """The codec in which gradients of this dtype travel uncompressed."""
-    return as_codec(LOSSLESS[dtype])
 
 
 def chunk_by_chunk(codec: Codec) -> bool:

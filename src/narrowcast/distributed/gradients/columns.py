@@ -137,25 +137,32 @@ def elements_at_once(ranks: int) -> int:
     return max(PIECE, PIECE_COLUMNS * ranks)
 
 
+class Pieces:
+    """Piece after piece, each as full as it may be; `at_once` makes it one."""
+
+    def __init__(self, ranks: int, at_once: bool) -> None:
+        self.made = [PieceLayout()]
+        self._most = (1 << 62) if at_once else elements_at_once(ranks)
+        self._size = 0
+
+    def room_for(self, numel: int) -> PieceLayout:
+        """The piece that takes the next so many elements."""
+        if self._size and self._size + numel > self._most:
+            self.made.append(PieceLayout())
+            self._size = 0
+        self._size += numel
+        return self.made[-1]
+
+
 def lay_out(entries: Iterable[Entry], ranks: int, at_once: bool = False) -> list[PieceLayout]:
     """The pieces of a bucket; `at_once` makes it one."""
-    most = (1 << 62) if at_once else elements_at_once(ranks)
-    pieces, size = [PieceLayout()], 0
-
-    def room_for(numel: int) -> PieceLayout:
-        nonlocal size
-        if size and size + numel > most:
-            pieces.append(PieceLayout())
-            size = 0
-        size += numel
-        return pieces[-1]
-
+    pieces = Pieces(ranks, at_once)
     for entry in sorted(entries, key=lambda entry: not entry.exempt):  # the exempt ones first: they are small
         if entry.exempt:
             for start in range(0, entry.numel, PIECE):
                 numel = min(PIECE, entry.numel - start)
-                room_for(numel).exempt.append((entry.offset + start, numel))
+                pieces.room_for(numel).exempt.append((entry.offset + start, numel))
         else:
             for chunk in chunks(entry.name, entry.numel, ranks):
-                room_for(chunk.columns * ranks).chunks.append((chunk, entry.offset))
-    return pieces
+                pieces.room_for(chunk.columns * ranks).chunks.append((chunk, entry.offset))
+    return pieces.made

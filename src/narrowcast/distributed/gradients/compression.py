@@ -25,10 +25,11 @@ from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
 from narrowcast.distributed.agreement import Call
+from narrowcast.distributed.coder import lossless
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.gradients import state as saved
-from narrowcast.distributed.gradients.buckets import Bucket, lossless
+from narrowcast.distributed.gradients.buckets import Bucket
 from narrowcast.distributed.gradients.columns import Entry, PieceLayout, lay_out, worth_rows
 from narrowcast.distributed.gradients.feedback import Residuals
 from narrowcast.distributed.gradients.options import (

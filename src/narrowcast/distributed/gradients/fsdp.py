@@ -27,9 +27,9 @@ from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
 from narrowcast.distributed.agreement import Call
+from narrowcast.distributed.coder import lossless
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.exchange import Exchange
-from narrowcast.distributed.gradients.buckets import lossless
 from narrowcast.distributed.gradients.columns import PieceLayout, worth_rows
 from narrowcast.distributed.gradients.compression import GradientCompression
 from narrowcast.distributed.gradients.feedback import Residuals

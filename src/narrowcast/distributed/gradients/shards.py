@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from narrowcast.codecs import Codec
+from narrowcast.distributed.coder import lossless
 from narrowcast.distributed.exchange import Exchange
-from narrowcast.distributed.gradients.buckets import chunk_by_chunk, key_of, lossless
-from narrowcast.distributed.gradients.columns import UNIT, PieceLayout, chunks, elements_at_once
+from narrowcast.distributed.gradients.buckets import chunk_by_chunk, key_of
+from narrowcast.distributed.gradients.columns import UNIT, PieceLayout, Pieces, chunks, elements_at_once
 from narrowcast.distributed.gradients.feedback import FeedbackStrip, Residuals
 from narrowcast.distributed.gradients.telemetry import Probe
 
@@ -52,28 +53,18 @@ class Run:
 
 def lay_out_shards(shards: Sequence[Shard], ranks: int, at_once: bool) -> list[PieceLayout]:
     """The pieces of a matrix of shards. Exempt elements are counted in columns."""
-    most = (1 << 62) if at_once else elements_at_once(ranks)
-    pieces, size = [PieceLayout()], 0
-
-    def room_for(columns: int) -> PieceLayout:
-        nonlocal size
-        if size and size + columns * ranks > most:
-            pieces.append(PieceLayout())
-            size = 0
-        size += columns * ranks
-        return pieces[-1]
-
+    pieces = Pieces(ranks, at_once)
     offset, width = 0, max(1, elements_at_once(ranks) // ranks)
     for shard in shards:
         if shard.exempt:
             for start in range(0, shard.part, width):
                 columns = min(width, shard.part - start)
-                room_for(columns).exempt.append((offset + start, columns))
+                pieces.room_for(columns * ranks).exempt.append((offset + start, columns))
         else:
             for chunk in chunks(shard.name, shard.numel, ranks, shard.part):
-                room_for(chunk.columns).chunks.append((chunk, offset))
+                pieces.room_for(chunk.columns * ranks).chunks.append((chunk, offset))
         offset += shard.part
-    return pieces
+    return pieces.made
 
 
 def runs(piece: PieceLayout, codec: Codec) -> Iterator[Run]:
