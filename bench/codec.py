@@ -143,7 +143,7 @@ def two_threads(spec: str, x: Tensor, rounds: int) -> Row:
     return found
 
 
-# -- rivals: what a user would write for int8 in blocks of 128 -------------------------------------------------------
+# -- rivals: what a user would write for int8 in blocks of 128, and bitsandbytes' nf4 in blocks of 64 ----------------
 
 
 def plain_encode(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,22 +156,42 @@ def plain_decode(codes: Tensor, scale: Tensor) -> Tensor:
     return codes * scale
 
 
+def of_bitsandbytes() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from bitsandbytes import functional
+
+    def encode(x: Tensor) -> tuple[Tensor, Any]:
+        codes, state = functional.quantize_4bit(x, blocksize=64, quant_type="nf4")
+        return codes, state
+
+    return encode, functional.dequantize_4bit
+
+
+RIVALS: dict[str, Callable[[], tuple[Callable[..., Any], Callable[..., Any]]]] = {
+    "eager torch int8": lambda: (plain_encode, plain_decode),
+    "torch.compile int8": lambda: (torch.compile(plain_encode), torch.compile(plain_decode)),
+    "bitsandbytes nf4": of_bitsandbytes,
+}
+"""Names, and what makes each one's encode and decode."""
+
+
 def rivals(x: Tensor, compiled: bool, rounds: int, clock: Callable[[], float]) -> list[Row]:
-    found: list[Row] = [{"codec": "eager torch int8"}, {"codec": "torch.compile int8"}][: 2 if compiled else 1]
-    for row in found:
-        try:
-            row.update(rival(x, row["codec"].startswith("torch.compile"), rounds, clock))
-        except Exception as error:  # torch.compile needs a C++ compiler
-            row["error"] = str(error).strip().splitlines()[-1][:100]
+    found: list[Row] = []
+    for name, make in RIVALS.items():
+        if compiled or "compile" not in name:
+            try:
+                found.append({"codec": name, **rival(*make(), x, max(3, rounds // 2), clock)})
+            except Exception as error:  # torch.compile needs a C++ compiler, bitsandbytes may not be there
+                found.append({"codec": name, "error": str(error).strip().splitlines()[-1][:100]})
     return found
 
 
-def rival(x: Tensor, compiled: bool, rounds: int, clock: Callable[[], float]) -> Row:
-    encode = torch.compile(plain_encode) if compiled else plain_encode
-    decode = torch.compile(plain_decode) if compiled else plain_decode
-    copied, codes, row = torch.empty_like(x), encode(x), {}
-    for what, run in (("encode", lambda: encode(x)), ("decode", lambda: decode(*codes))):
-        took, ratio = against(run, lambda: copied.copy_(x), max(3, rounds // 2), clock)
+def rival(
+    encode: Callable[..., Any], decode: Callable[..., Any], x: Tensor, rounds: int, clock: Callable[[], float]
+) -> Row:
+    copied, encoded = torch.empty_like(x), encode(x)
+    row: Row = {"sqnr": sqnr(x, decode(*encoded).view_as(x))}
+    for what, run in (("encode", lambda: encode(x)), ("decode", lambda: decode(*encoded))):
+        took, ratio = against(run, lambda: copied.copy_(x), rounds, clock)
         row[what] = {"GB/s": x.nbytes / took / 1e9, "xcopy": ratio}
     return row
 
@@ -205,7 +225,7 @@ def rest(results: Row) -> Iterator[str]:
             yield f"rival {row['codec']}: did not run ({row['error']})"
             continue
         both = [f"{what} {row[what]['GB/s']:.2f} GB/s ({row[what]['xcopy']:.2f} xcopy)" for what in OPERATIONS]
-        yield f"rival {row['codec']}: {', '.join(both)}"
+        yield f"rival {row['codec']}: {', '.join(both)}, {row['sqnr']:.1f} dB"
     for row in results["two threads"]:
         both = [f"{what} {row[what]:.2f}x" for what in OPERATIONS]
         yield f"two threads over one, {row['codec']}: {', '.join(both)} ({verdict(row)})"

@@ -8,9 +8,10 @@
 
 Weights rotate past the caches: copies of more than 100 MB in all. Contenders take turns of a pause and four calls, the
 first of which is not counted: threads of the one before would still be spinning. Figures are medians. `x fp32` is the
-time of F.linear in fp32 over the contender's; `share` is the bytes of its weights a second over the read bandwidth,
-which a sum over the same kind of memory gives in the same run. On one thread, time is the CPU time of the calling
-thread, so that other processes count little.
+time of F.linear in fp32 over the contender's; `MB` is what one copy of its weights takes, `share` these bytes a second
+over the read bandwidth, which a sum over the same kind of memory gives in the same run. `SQNR` is of the product
+beside that of the unquantized weights in fp64. On one thread, time is the CPU time of the calling thread, so that other
+processes count little.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import narrowcast as nc
+from data import sqnr
 
 OURS = ("int8:block=row", "int8", "int4:block=128", "int4", "nf4", "apot4", "fp8_e4m3")
 ROTATED = 120 << 20
 CONVERTED = (8, 11008, 4096)
+HEAD = ("", "MB", "SQNR dB", "ms", "x fp32", "GB/s", "share")
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 Call = Callable[[Tensor, int], object]
@@ -94,9 +97,13 @@ def int8pack(weight: Tensor) -> Contender:
 
 def int4pack(weight: Tensor, group: int = 128) -> Contender:
     """torch's own int4 for CPUs, which torchao's opaque layout calls; group scales and zero points in bf16."""
-    codes = torch.randint(0, 16, weight.shape, dtype=torch.int32)
+    groups = weight.unflatten(1, (-1, group))
+    least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    scale = ((most - least) / 15).bfloat16().float()
+    middle = (least + 8 * scale).bfloat16().float()  # what code 8 stands for
+    codes = ((groups - middle) / scale + 8).round().clamp(0, 15).to(torch.int32).flatten(1)
     packed = copied(torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1))
-    scales = torch.rand(weight.shape[1] // group, weight.shape[0], 2, dtype=torch.bfloat16)
+    scales = torch.cat([scale, middle], 2).transpose(0, 1).bfloat16().contiguous()
 
     def call(x: Tensor, i: int) -> Tensor:
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed[i], group, scales)
@@ -176,14 +183,22 @@ def measure(fighters: list[Contender], x: Tensor, rounds: int) -> dict[str, floa
     return {name: statistics.median(some) for name, some in times.items()}
 
 
-def layer_rows(fighters: list[Contender], took: dict[str, float]) -> list[Row]:
+@torch.inference_mode()
+def errors(fighters: list[Contender], weight: Tensor, x: Tensor) -> dict[str, float]:
+    """dB of each product, beside that of the weights as they were."""
+    exact = F.linear(x.double(), weight.double())
+    multiplying = [one for one in fighters if not one.name.startswith("read")]
+    return {one.name: sqnr(exact, one.call(x.to(one.dtype or x.dtype), 0)) for one in multiplying}
+
+
+def layer_rows(fighters: list[Contender], took: dict[str, float], noise: dict[str, float]) -> list[Row]:
     reading = max(one.nbytes / took[one.name] / 1e6 for one in fighters if one.name.startswith("read"))
     fp32 = took["F.linear float32"]
     rows = []
     for one in fighters:
         speed = one.nbytes / took[one.name] / 1e6
-        row = {"name": one.name, "ms": took[one.name], "xfp32": fp32 / took[one.name], "GB/s": speed}
-        rows.append({**row, "share": speed / reading})
+        row = {"name": one.name, "MB": one.nbytes / 1e6, "sqnr": noise.get(one.name), "ms": took[one.name]}
+        rows.append({**row, "xfp32": fp32 / took[one.name], "GB/s": speed, "share": speed / reading})
     return rows
 
 
@@ -199,7 +214,8 @@ def layers(given: argparse.Namespace) -> list[Row]:
             for batch in map(int, given.batches.split(",")):
                 x = torch.randn(batch, k).to(getattr(torch, given.dtype))
                 took = measure(fighters, x, 4 if given.quick else 15)
-                found.append({"shape": shape, "threads": threads, "batch": batch, "rows": layer_rows(fighters, took)})
+                rows = layer_rows(fighters, took, errors(fighters, weight, x))
+                found.append({"shape": shape, "threads": threads, "batch": batch, "rows": rows})
                 console.print(pretty(found[-1]))
     return found
 
@@ -219,7 +235,7 @@ def verdicts(layer: Row) -> Iterator[str]:
 
 def pretty(layer: Row) -> Table:
     table = Table(title=title(layer))
-    for name in ("", "ms", "x fp32", "GB/s", "share"):
+    for name in HEAD:
         table.add_column(name, justify="right" if name else "left")
     for row in layer["rows"]:
         table.add_row(*cells(row))
@@ -231,7 +247,9 @@ def title(layer: Row) -> str:
 
 
 def cells(row: Row) -> list[str]:
-    return [row["name"], f"{row['ms']:.3f}", f"{row['xfp32']:.2f}", f"{row['GB/s']:.1f}", f"{row['share']:.0%}"]
+    noise = "" if row["sqnr"] is None else f"{row['sqnr']:.1f}"
+    times = f"{row['ms']:.3f}", f"{row['xfp32']:.2f}", f"{row['GB/s']:.1f}", f"{row['share']:.0%}"
+    return [row["name"], f"{row['MB']:.1f}", noise, *times]
 
 
 # -- end to end -------------------------------------------------------------------------------------------------------
@@ -362,7 +380,7 @@ def machine(given: argparse.Namespace) -> dict[str, str]:
 def markdown(results: Row) -> str:
     lines = ["# Linear on the CPU", "", *(f"- {key}: {value}" for key, value in results["machine"].items())]
     for layer in results.get("layers", []):
-        lines += ["", f"## {title(layer)}", "", "| | ms | x fp32 | GB/s | share |", "|---|---:|---:|---:|---:|"]
+        lines += ["", f"## {title(layer)}", "", f"| {' | '.join(HEAD)} |", "|---" + "|---:" * 6 + "|"]
         lines += ["| " + " | ".join(cells(row)) + " |" for row in layer["rows"]]
         lines += ["", *(f"- {line}" for line in verdicts(layer))]
     for key, head, line in (

@@ -1,4 +1,5 @@
-"""Tables and plots of bench/training.py, out of the cells of training.json; targets are those of the project's issue 6.
+"""Tables of bench/training.py, out of the cells of training.json; targets are those of the project's issue 6. Pictures
+are drawn by training_plots.py.
 
 A cell that is not there leaves its rows out: nothing is guessed. What missed its target is said to have missed it.
 """
@@ -6,11 +7,12 @@ A cell that is not there leaves its rows out: nothing is guessed. What missed it
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import training_plots
 from training_rivals import METHODS
 
 Cells = dict[str, Any]
@@ -50,10 +52,14 @@ def seconds_of(cell: Any) -> dict[str, float]:
     return {name: statistics.median(figures["seconds"]) for name, figures in cell["found"].items()}
 
 
+def sent_of(cell: Any) -> dict[str, float]:
+    """Bytes that a rank sends in a step."""
+    return {name: statistics.median(figures["sent"]) for name, figures in cell["found"].items()}
+
+
 def speed_section(model: str, rate: str, cell: Any) -> list[str]:
-    seconds = seconds_of(cell)
+    seconds, sent = seconds_of(cell), sent_of(cell)
     compute, plain = seconds.get("no exchange", 0.0), seconds["fp32"]
-    sent = {name: statistics.median(figures["sent"]) for name, figures in cell["found"].items()}
     rows = []
     for name, each in seconds.items():
         goal = FASTER.get((rate, name)) if model == "large" else None
@@ -147,10 +153,10 @@ def mean_curve(seeds: dict[int, Any]) -> list[tuple[int, float]]:
     return [(points[0][0], statistics.mean(loss for _, loss in points)) for points in zip(*curves, strict=True)]
 
 
-def clock(name: str, step: float, steps: int, seconds: dict[str, float]) -> float:
-    """When a step is done: plain steps of the warm-up take what fp32 takes."""
+def spent(name: str, step: float, steps: int, cost: dict[str, float]) -> float:
+    """Seconds, or bytes, when a step is done: plain steps of the warm-up cost what fp32 costs."""
     plain = min(step, METHODS[name].warmup_steps(steps))
-    return plain * seconds["fp32"] + (step - plain) * seconds[METHODS[name].timed_as or name]
+    return plain * cost["fp32"] + (step - plain) * cost[METHODS[name].timed_as or name]
 
 
 def crossing(curve: list[tuple[int, float]], level: float) -> float | None:
@@ -161,27 +167,29 @@ def crossing(curve: list[tuple[int, float]], level: float) -> float | None:
     return None
 
 
-def race(cells: Cells, model: str) -> tuple[dict[str, list[tuple[float, float]]], dict[str, list[float | None]]]:
-    """Each method's mean curve over seconds, and its seconds to each level."""
+def race(
+    cells: Cells, model: str, cost_of: Callable[[Any], dict[str, float]]
+) -> tuple[dict[str, list[tuple[float, float]]], dict[str, list[float | None]]]:
+    """Each method's mean curve over what it costs, and its cost to each level; of a step in seconds, or in bytes."""
     cell = cells.get(f"speed/{model}/{SLOW}")
     runs = runs_of(cells, model)
     if cell is None or "fp32" not in runs:
         return {}, {}
-    seconds = seconds_of(cell)
+    cost = cost_of(cell)
     steps = next(iter(of(cells, "quality", model).values()))["settings"]["steps"]
     end = mean_curve(runs["fp32"])[-1][1]
     curves, arrivals = {}, {}
     for name, seeds in runs.items():
-        if (METHODS[name].timed_as or name) not in seconds or not (curve := mean_curve(seeds)):
+        if (METHODS[name].timed_as or name) not in cost or not (curve := mean_curve(seeds)):
             continue
-        curves[name] = [(clock(name, step, steps, seconds), loss) for step, loss in curve]
+        curves[name] = [(spent(name, step, steps, cost), loss) for step, loss in curve]
         crossings = [crossing(curve, end * (1 + above)) for above in ABOVE]
-        arrivals[name] = [None if step is None else clock(name, step, steps, seconds) for step in crossings]
+        arrivals[name] = [None if step is None else spent(name, step, steps, cost) for step in crossings]
     return curves, arrivals
 
 
 def race_section(cells: Cells, model: str) -> list[str]:
-    _, arrivals = race(cells, model)
+    _, arrivals = race(cells, model, seconds_of)
     if not arrivals:
         return []
     rows = [[name, *("not reached" if t is None else f"{t:.0f}" for t in times)] for name, times in arrivals.items()]
@@ -232,7 +240,7 @@ def memory_section(cells: Cells, model: str) -> list[str]:
 
 
 def write(cells: Cells, folder: Path, about: str) -> str:
-    """training.md and training.png; the text."""
+    """training.md and its pictures; the text."""
     lines = ["# Training over slow links", "", about + " What the columns mean stands at the top of bench/training.py."]
     lines.append("")
     for key, cell in of(cells, "speed").items():
@@ -242,47 +250,9 @@ def write(cells: Cells, folder: Path, about: str) -> str:
         lines += quality_section(cells, model) + race_section(cells, model)
     for model in sorted({key.split("/")[0] for key in of(cells, "memory")}):
         lines += memory_section(cells, model)
-    if models:
-        lines += [f"![losses and bytes]({name})" for name in plots(cells, models, folder)]
-    text = "\n".join(lines).rstrip() + "\n"
     folder.mkdir(parents=True, exist_ok=True)
+    for model in models:
+        lines += [f"![{what}]({name})" for name, what in training_plots.draw(cells, model, folder).items()]
+    text = "\n".join(lines).rstrip() + "\n"
     (folder / "training.md").write_text(text)
     return text
-
-
-def plots(cells: Cells, models: list[str], folder: Path) -> list[str]:
-    """Loss over steps, loss over seconds, bytes a step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = []
-    for model in models:
-        figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 4.6))
-        runs = runs_of(cells, model)
-        colours = {name: f"C{number % 10}" for number, name in enumerate(METHODS)}
-        for name, seeds in runs.items():
-            if curve := mean_curve(seeds):
-                style = "--" if METHODS[name].rival else "-" if METHODS[name].error_feedback or name == "int8" else ":"
-                left.plot(*zip(*curve, strict=True), style, color=colours[name], label=name)
-        for name, points in race(cells, model)[0].items():
-            style = "--" if METHODS[name].rival else "-"
-            middle.semilogx(*zip(*points, strict=True), style, color=colours[name], label=name)
-        cell = cells.get(f"speed/{model}/{SLOW}", {"found": {}})
-        sent = {n: statistics.median(f["sent"]) / 1e6 for n, f in cell["found"].items() if n != "no exchange"}
-        right.barh(list(sent)[::-1], list(sent.values())[::-1], color=[colours[name] for name in sent][::-1])
-        left.set(xlabel="steps", ylabel="held-out loss, nats a byte", title="loss over steps")
-        middle.set(xlabel=f"seconds at {SLOW}", title="loss over seconds")
-        right.set(xlabel="MB sent a step and rank", title="bytes a step")
-        for axes in (left, middle):
-            axes.grid(alpha=0.3)
-            if axes.lines:
-                axes.legend(frameon=False, fontsize=8)
-        figure.suptitle(f"byte-level GPT, {model}, 4 ranks")
-        figure.tight_layout()
-        folder.mkdir(parents=True, exist_ok=True)
-        names.append("training.png" if model == "small" else f"training-{model}.png")
-        figure.savefig(folder / names[-1], dpi=120)
-        pyplot.close(figure)
-    return names

@@ -13,8 +13,9 @@ Each scenario starts ranks in a network in a box (bench/netlab), and in that one
 A time is the slowest rank's, encoding included, over 5 calls in a row; figures are medians over the rounds. `x fp32` is
 how many times faster than gloo's fp32. `limit` is the time that the rate alone allows for the bytes that the protocol
 must send, 2(N-1)/N of the encoded tensor, and `share` how much of that limit was reached; frame and TCP headers alone
-take 4.4% of a link. `counted` is what the kernel's interface counters saw go out, over those bytes: headers of
-packets and acknowledgements included.
+take 4.4% of a link. `sent` is what the kernel's interface counters saw go out of a rank in one call, in MB of 1,000,000
+bytes, and `counted` that over those bytes: headers of packets and acknowledgements included. `SQNR` is of one call on
+Gaussian numbers, beside their sum in fp64; the largest tensors go without.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 import narrowcast as nc  # noqa: E402
+from data import sqnr  # noqa: E402
 from narrowcast import distributed as ncd  # noqa: E402
 from netlab import read  # noqa: E402
 
 MB = 1 << 20
 REPEAT = 5
 """Calls in a row for one time: ranks leave a barrier milliseconds apart, which is not the collective's doing."""
+LARGE = 64
+"""MB above which a tensor is sent once for a time, and not in fp64."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,19 @@ def contestants(x: torch.Tensor, codecs: list[str]) -> dict[str, Callable[[], ob
 
 
 def measure(megabytes: float, codecs: list[str], rounds: int) -> dict[str, Any]:
-    """Milliseconds (slowest rank's) and bytes sent (most of any rank), of each round of each contestant."""
+    """Milliseconds (slowest rank's) and bytes sent (most of any rank), of each round of each contestant; its error."""
     x = torch.randn(max(1, int(megabytes * MB / 4)))
     runs = contestants(x, codecs)
-    repeat = REPEAT if megabytes <= 64 else 1
-    found: dict[str, Any] = {name: {"ms": [], "sent": []} for name in runs}
+    repeat = REPEAT if megabytes <= LARGE else 1
+    found: dict[str, Any] = {name: {"ms": [], "sent": [], "sqnr": None} for name in runs}
+    if megabytes <= LARGE:
+        given, exact = x.clone(), x.double()
+        dist.all_reduce(exact)
+        for name, run in runs.items():
+            x.copy_(given)
+            run()
+            found[name]["sqnr"] = sqnr(exact, x)
+        x.copy_(given)
     for turn in range(rounds + 1):  # the first is a warm-up: it makes connections
         for name, run in runs.items():
             x.mul_(dist.get_world_size() ** -repeat)  # what so many sums will undo
@@ -132,7 +144,7 @@ def rank_main(job: dict[str, Any]) -> None:
     torch.manual_seed(int(os.environ["RANK"]))
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     for megabytes in job["sizes"]:
-        rounds = max(3, job["rounds"] // 4) if megabytes > 64 else job["rounds"] * (4 if megabytes < 2 else 1)
+        rounds = max(3, job["rounds"] // 4) if megabytes > LARGE else job["rounds"] * (4 if megabytes < 2 else 1)
         found = measure(megabytes, job["codecs"], rounds)
         if dist.get_rank() == 0:
             with open(job["output"], "a") as output:
@@ -181,6 +193,8 @@ def rows(scenario: Scenario, megabytes: float, found: dict[str, Any]) -> list[di
                 "limit_ms": limit,
                 "share": limit / ms,
                 "needed_bytes": sent,
+                "sent_bytes": statistics.median(figures["sent"]),
+                "sqnr": figures["sqnr"],
                 "counted": statistics.median(figures["sent"]) / sent,
             }
         )
@@ -189,16 +203,18 @@ def rows(scenario: Scenario, megabytes: float, found: dict[str, Any]) -> list[di
 
 def markdown(found: list[dict[str, Any]]) -> str:
     head = (
-        "| network | ranks | MB | | ms | x fp32 | limit ms | share | counted |\n|---|--:|--:|---|--:|--:|--:|--:|--:|\n"
+        "| network | ranks | MB | | sent MB | SQNR dB | ms | x fp32 | limit ms | share | counted |\n"
+        "|---|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|\n"
     )
     lines = []
     for row in found:
         network = f"{row['rate'] / 1e6:.0f} Mbit/s" if row["rate"] else "no limit"
         network += f", {row['delay']}" if row["delay"] else ""
         limit = f"{row['limit_ms']:.1f} | {row['share']:.0%}" if row["rate"] else "- | -"
+        error = "-" if row["sqnr"] is None else f"{row['sqnr']:.1f}"
         lines.append(
-            f"| {network} | {row['ranks']} | {row['megabytes']:.4g} | {row['name']} | {row['ms']:.4g} "
-            f"| {row['times_fp32']:.2f} | {limit} | {row['counted']:.3f} |"
+            f"| {network} | {row['ranks']} | {row['megabytes']:.4g} | {row['name']} | {row['sent_bytes'] / 1e6:.4g} "
+            f"| {error} | {row['ms']:.4g} | {row['times_fp32']:.2f} | {limit} | {row['counted']:.3f} |"
         )
     return head + "\n".join(lines) + "\n"
 
