@@ -25,39 +25,35 @@ WRITTEN = 240
 
 def show(folder: Path, curves: dict[str, list[dict[str, Any]]], picture: Path, console: Console) -> None:
     """Everything, from what the ranks left in `folder` and said on the way."""
-    models = {}
+    trained = {}
     for way in WAYS:
-        models[way] = ByteGPT()
-        models[way].load_state_dict(torch.load(folder / f"{way}.pt", weights_only=True))
-    console.print(_trainings(models, curves))
-    packed = {"as trained": models["fp32"]}
+        trained[way] = ByteGPT()
+        trained[way].load_state_dict(torch.load(folder / f"{way}.pt", weights_only=True))
+    packed = {"fp32": trained["fp32"]}
     for codec in ("int8", "int4"):
-        packed[f"quantize_, {codec}"] = copy.deepcopy(models["fp32"])
-        nc.quantize_(packed[f"quantize_, {codec}"], codec)
-    console.print(_weights(packed))
-    written = packed["quantize_, int4"].generate(PROMPT, WRITTEN, temperature=0.6)
+        packed[codec] = copy.deepcopy(trained["fp32"])
+        nc.quantize_(packed[codec], codec)
+    console.print(_table(trained, curves, packed))
+    written = packed["int4"].generate(PROMPT, WRITTEN, temperature=0.6)
     console.print("\nThe model in 4 bits goes on by itself:\n")
     console.print((PROMPT + written).decode(errors="replace"), style="green", highlight=False, markup=False)
     _draw(curves, picture, console)
 
 
-def _trainings(models: dict[str, ByteGPT], curves: dict[str, list[dict[str, Any]]]) -> Table:
-    table = Table("gradients", "loss, held-out text", "MB sent by a rank", "times fewer", "seconds", title="Training")
+def _table(trained: dict[str, ByteGPT], curves: dict[str, list[dict[str, Any]]], packed: dict[str, ByteGPT]) -> Table:
+    """What each training sent and reached, then what the one in fp32 is worth in fewer bytes."""
+    table = Table("", "held-out loss", "MB", "ratio", "seconds")
     plain = curves["fp32"][-1]["sent"]
-    for way in track(WAYS, "evaluating", transient=True):
+    for way, model in track(trained.items(), "evaluating", transient=True):
         last = curves[way][-1]
-        cells = f"{_loss(models[way]):.3f}", f"{last['sent'] / 1e6:.1f}", f"{plain / last['sent']:.1f}"
-        table.add_row(WAYS[way], *cells, f"{last['seconds']:.1f}")
-    table.caption = "Seconds are on the loopback interface, which is fast: over a slow link, bytes decide."
-    return table
-
-
-def _weights(models: dict[str, ByteGPT]) -> Table:
-    table = Table("weights", "MB", "times smaller", "loss, held-out text", title="The model trained in fp32")
-    plain = _megabytes(models["as trained"])
-    for name, model in models.items():
+        cells = f"{_loss(model):.3f}", f"{last['sent'] / 1e6:.1f} sent", f"{plain / last['sent']:.1f}x"
+        table.add_row(f"gradients in {WAYS[way]}", *cells, f"{last['seconds']:.1f}")
+    table.add_section()
+    whole = _megabytes(packed["fp32"])
+    for codec, model in packed.items():
         size = _megabytes(model)
-        table.add_row(name, f"{size:.2f}", f"{plain / size:.1f}", f"{_loss(model):.3f}")
+        table.add_row(f"then weights in {codec}", f"{_loss(model):.3f}", f"{size:.2f} held", f"{whole / size:.1f}x")
+    table.caption = "Loss in nats a byte. The loopback interface is fast; over a slow link, bytes decide."
     return table
 
 
