@@ -189,7 +189,8 @@ def rival(
     encode: Callable[..., Any], decode: Callable[..., Any], x: Tensor, rounds: int, clock: Callable[[], float]
 ) -> Row:
     copied, encoded = torch.empty_like(x), encode(x)
-    row: Row = {"sqnr": sqnr(x, decode(*encoded).view_as(x))}
+    held = sum(getattr(part, "absmax", part).nbytes for part in encoded)  # bitsandbytes keeps its scales in a state
+    row: Row = {"bytes": held / x.numel(), "sqnr": sqnr(x, decode(*encoded).view_as(x))}
     for what, run in (("encode", lambda: encode(x)), ("decode", lambda: decode(*encoded))):
         took, ratio = against(run, lambda: copied.copy_(x), rounds, clock)
         row[what] = {"GB/s": x.nbytes / took / 1e9, "xcopy": ratio}
@@ -214,6 +215,14 @@ def cells(row: Row) -> list[str]:
     return [*parts, verdict(row)]
 
 
+RIVAL_HEAD = ("rival", "B/elem", "dB Gauss", "enc GB/s", "xcopy", "dec GB/s", "xcopy")
+
+
+def rival_cells(row: Row) -> list[str]:
+    times = [cell for what in OPERATIONS for cell in (f"{row[what]['GB/s']:.2f}", f"{row[what]['xcopy']:.2f}")]
+    return [row["codec"], f"{row['bytes']:.4f}", f"{row['sqnr']:.1f}", *times]
+
+
 def verdict(row: Row) -> str:
     return f"over: {', '.join(row['over'])}" if row["over"] else "ok"
 
@@ -223,9 +232,6 @@ def rest(results: Row) -> Iterator[str]:
     for row in results["rivals"]:
         if "error" in row:
             yield f"rival {row['codec']}: did not run ({row['error']})"
-            continue
-        both = [f"{what} {row[what]['GB/s']:.2f} GB/s ({row[what]['xcopy']:.2f} xcopy)" for what in OPERATIONS]
-        yield f"rival {row['codec']}: {', '.join(both)}, {row['sqnr']:.1f} dB"
     for row in results["two threads"]:
         both = [f"{what} {row[what]:.2f}x" for what in OPERATIONS]
         yield f"two threads over one, {row['codec']}: {', '.join(both)} ({verdict(row)})"
@@ -238,6 +244,8 @@ def markdown(results: Row) -> str:
     lines = ["# Codecs on the CPU", "", *(f"- {key}: {value}" for key, value in results["machine"].items()), ""]
     lines += ["| " + " | ".join(HEAD) + " |", "|---|" + "---:|" * (len(HEAD) - 2) + "---|"]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in results["codecs"]]
+    lines += ["", "| " + " | ".join(RIVAL_HEAD) + " |", "|---|" + "---:|" * (len(RIVAL_HEAD) - 1)]
+    lines += ["| " + " | ".join(rival_cells(row)) + " |" for row in results["rivals"] if "error" not in row]
     return "\n".join([*lines, "", *(f"- {line}" for line in rest(results)), ""])
 
 
@@ -247,6 +255,16 @@ def pretty(rows: list[Row]) -> Table:
         table.add_column(name, justify="left" if name in (HEAD[0], HEAD[-1]) else "right", no_wrap=name == HEAD[0])
     for row in rows:
         table.add_row(*cells(row), style="red" if row["over"] else None)
+    return table
+
+
+def pretty_rivals(rows: list[Row]) -> Table:
+    table = Table()
+    for name in RIVAL_HEAD:
+        table.add_column(name, justify="left" if name == "rival" else "right")
+    for row in rows:
+        if "error" not in row:
+            table.add_row(*rival_cells(row))
     return table
 
 
@@ -305,7 +323,7 @@ def main() -> int:
         chosen = [spec for spec in names if spec in THREADED or given.codecs]
         results["two threads"] = [two_threads(spec, x, rounds) for spec in chosen] if os.cpu_count() != 1 else []
 
-    console.print(pretty(results["codecs"]))
+    console.print(pretty(results["codecs"]), pretty_rivals(results["rivals"]))
     for line in rest(results):
         console.print(line, highlight=False)
     if given.json:

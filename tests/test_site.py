@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,45 @@ def test_a_figure_that_nobody_measured_is_found() -> None:
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: result.name)
 def test_every_result_file_has_a_section_among_the_figures(result: Path) -> None:
     assert sum(f"](../bench/results/{result.name}) · " in section for section in sections()) == 1
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of every row of every table, without their markup."""
+    rows = re.findall(r"^\|(.*)\|$", text, re.MULTILINE)
+    return [[re.sub(r"[*`]", "", cell).strip() for cell in row.split("|")] for row in rows]
+
+
+def unfounded_in_readme(text: str) -> list[str]:
+    """The numbers of README's table that its group's result file does not have in a row of that name.
+
+    A group starts with a row that links to the file. A name ends with what the file calls it, or the other way round.
+    Numbers may be rounded.
+    """
+    wrong: list[str] = []
+    measured: list[list[str]] = []
+    for name, *cells in rows_of(text.partition("\n| | ")[2].partition("\n\n")[0])[1:]:
+        if file := re.search(r"\((bench/results/.*?)\)", name):
+            measured = rows_of((ROOT / file[1]).read_text())
+            continue
+        same = [row for row in measured if any(each and (name.endswith(each) or each.endswith(name)) for each in row)]
+        known = [Decimal(number) for row in same for number in re.findall(r"\d+(?:\.\d+)?", " ".join(row))]
+        for told in (Decimal(number) for cell in cells for number in re.findall(r"\d+(?:\.\d+)?", cell)):
+            if all(number.quantize(told) != told for number in known):
+                wrong.append(f"{name}: {told}")
+    return wrong
+
+
+def test_the_table_of_the_readme_is_of_the_result_files() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(re.findall(r"^\| \*\*.*bench/results/", text, re.MULTILINE)) >= 4
+    assert unfounded_in_readme(text) == []
+
+
+def test_a_figure_of_the_readme_that_nobody_measured_is_found() -> None:
+    text = (ROOT / "README.md").read_text()
+    (row,) = re.findall(r"^\| `int4\+EF` \|.*$", text, re.MULTILINE)
+    changed = re.sub(r"\d\.\d\d s", "9.99 s", row)
+    assert unfounded_in_readme(text.replace(row, changed)) == ["int4+EF: 9.99"]
 
 
 # -- the site -------------------------------------------------------------------------------------------------------
