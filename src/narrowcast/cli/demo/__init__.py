@@ -30,7 +30,7 @@ RANKS = 2
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=2, help="Steps of each of the three trainings.")] = 250,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each of the three trainings.")] = 700,
     picture: Annotated[Path, typer.Option(help="Where to draw loss against megabytes sent.")] = Path("demo.png"),
 ) -> None:
     """Train a small GPT with gradients in fp32, int8 and 4 bits, quantize it, and show what each way costs and leaves.
@@ -41,7 +41,7 @@ def demo(
     """
     console = Console()
     console.print(
-        f"A GPT of 0.8 million parameters reads the source of Python's standard library: {RANKS} ranks over gloo, "
+        f"A GPT of 0.5 million parameters reads the source of Python's standard library: {RANKS} ranks over gloo, "
         f"{steps} steps in each of {len(WAYS)} ways.\n"
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -16,6 +16,7 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.cli.byte_gpt import ByteGPT, batches, loss_of, stdlib_text
 from narrowcast.cli.demo import WAYS
+from narrowcast.cli.demo.ranks import SHAPE
 
 EVALUATED = 24
 """Batches of held-out text on which losses are taken."""
@@ -27,7 +28,7 @@ def show(folder: Path, curves: dict[str, list[dict[str, Any]]], picture: Path, c
     """Everything, from what the ranks left in `folder` and said on the way."""
     trained = {}
     for way in WAYS:
-        trained[way] = ByteGPT()
+        trained[way] = ByteGPT(SHAPE)
         trained[way].load_state_dict(torch.load(folder / f"{way}.pt", weights_only=True))
     packed = {"fp32": trained["fp32"]}
     for codec in ("int8", "int4"):
