@@ -11,6 +11,7 @@ import pytest
 import ranks
 import torch
 from torch import Tensor, nn
+from trainers import error_of, same, weights
 
 import narrowcast as nc
 from narrowcast.errors import MissingFileError, ModelKindError, StateDictError
@@ -45,15 +46,7 @@ class Run:
                 self.accelerator.backward((self.model(batch) - batch).square().mean())
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
-
-
-def error_of(call: Any) -> Exception | None:
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
+        return weights(self.model)
 
 
 def train(rank: int, folder: str) -> dict[str, Any]:
@@ -122,10 +115,6 @@ def refusals(rank: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ranks.run(2, train, str(tmp_path_factory.mktemp("accelerate")), timeout=200.0)
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_prepared_model_is_compressed_and_ranks_end_with_the_same_bits(trained: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from torch import Tensor
+from trainers import error_of, same, weights
 
 from narrowcast.errors import MissingFileError, ModelKindError
 
@@ -49,18 +49,6 @@ def trainer(folder: Path, steps: int = STEPS, resumed: Path | None = None, **opt
     return made
 
 
-def weights(made: Any) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in made.model.parameters()]
-
-
-def error_of(call: Any) -> Exception | None:
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
-
-
 def train(rank: int, path: str) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -68,7 +56,7 @@ def train(rank: int, path: str) -> dict[str, Any]:
     folder, found = Path(path), {}
     whole = trainer(folder / "whole")
     whole.train()
-    found["whole"] = weights(whole)
+    found["whole"] = weights(whole.model)
     stats = whole.compress.compression.stats()
     found["stats"] = stats.steps, stats.ratio
     found["log"] = [entry for entry in whole.state.log_history if "gradients/ratio" in entry]
@@ -77,7 +65,7 @@ def train(rank: int, path: str) -> dict[str, Any]:
     part.train()
     resumed = trainer(folder / "part")
     resumed.train(resume_from_checkpoint=True)
-    found["resumed"] = weights(resumed)
+    found["resumed"] = weights(resumed.model)
 
     dist.barrier()
     if rank == 0:
@@ -88,7 +76,7 @@ def train(rank: int, path: str) -> dict[str, Any]:
     dist.barrier()
     told = trainer(folder / "told", resumed=folder / "elsewhere", log_every=0)
     told.train(resume_from_checkpoint=str(folder / "elsewhere"))
-    found["told"] = weights(told)
+    found["told"] = weights(told.model)
     found["silent"] = [entry for entry in told.state.log_history[2:] if "gradients/ratio" in entry]
     whole.model_wrapped, whole.compress._compressed = whole.model, None
     found["bare"] = error_of(lambda: whole.compress.on_train_begin(whole.args, whole.state, whole.control))
@@ -98,10 +86,6 @@ def train(rank: int, path: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ranks.run(2, train, str(tmp_path_factory.mktemp("trainer")), timeout=200.0)
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_the_trainer_compresses_and_ranks_end_with_the_same_bits(trained: list[dict[str, Any]]) -> None:

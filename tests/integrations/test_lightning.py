@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 from torch import Tensor, nn
+from trainers import error_of, same, weights
 
 from narrowcast.errors import ModelKindError, StateDictError
 
@@ -64,10 +65,6 @@ def fit(folder: Path, epochs: int, resumed: Path | None = None, logger: Any = Fa
     return trainer
 
 
-def weights(trainer: Any) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
-
-
 def train(rank: int, path: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # Lightning's: few workers, a short epoch
     from lightning.pytorch import Trainer
@@ -78,7 +75,7 @@ def train(rank: int, path: str) -> dict[str, Any]:
     folder, found = Path(path), {}
     # In one go; then stopped after an epoch, and resumed.
     whole = fit(folder, EPOCHS, logger=CSVLogger(folder, "log", version=0))
-    found["whole"] = weights(whole)
+    found["whole"] = weights(whole.model)
     compression = whole.callbacks[0].compression
     stats = compression.stats()
     found["ratio"], found["steps"], found["residual"] = stats.ratio, stats.steps, stats.residual_norm
@@ -92,7 +89,7 @@ def train(rank: int, path: str) -> dict[str, Any]:
 
     part = fit(folder, 1)
     part.save_checkpoint(folder / "part.ckpt")
-    found["resumed"] = weights(fit(folder, EPOCHS, resumed=folder / "part.ckpt"))
+    found["resumed"] = weights(fit(folder, EPOCHS, resumed=folder / "part.ckpt").model)
     part.callbacks[0].residuals = False
     part.save_checkpoint(folder / "small.ckpt")
     small = fit(folder, 2, resumed=folder / "small.ckpt", residuals=False)
@@ -112,14 +109,6 @@ def train(rank: int, path: str) -> dict[str, Any]:
     return found
 
 
-def error_of(call: Any) -> Exception | None:
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("lightning")
@@ -127,10 +116,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 
 
 Trained = tuple[Path, list[dict[str, Any]]]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_the_callback_compresses_and_ranks_end_with_the_same_bits(trained: Trained) -> None:
