@@ -113,7 +113,7 @@ def test_the_table_of_codecs_has_a_line_for_each() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["encoed"], "No such command 'encoed'"),
+        (["encoed"], "No such command 'encoed'. Did you mean 'encode', 'decode'? See: "),
         (["codecs", "--jsno"], "--jsno"),
         (["bench", "codecs"], "No such command 'codecs'"),
         (["encode"], "Missing argument 'SRC'. See: "),

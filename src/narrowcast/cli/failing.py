@@ -84,5 +84,5 @@ def _usage(error: Any) -> int:
     else:
         context = getattr(error, "ctx", None)
         hint = f" See: {context.command_path} --help" if context else ""
-        say(f"{message.rstrip('.')}.{hint}")
+        say(f"{message.rstrip('.')}{'' if message.endswith('?') else '.'}{hint}")
     return int(error.exit_code)
