@@ -14,7 +14,7 @@ from pathlib import Path
 MARK = "NARROWCAST_DOCS_RUN"
 
 
-def run(script: str, folder: Path, timeout: float = 120.0) -> str:
+def run(script: str, folder: Path, timeout: float = 250.0) -> str:
     """Run a bash script in a folder and return what it said. It ends at the first line that fails, and that raises.
 
     Programs are those of the environment that runs the tests.

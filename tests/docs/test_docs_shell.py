@@ -54,6 +54,12 @@ SMALLER = [
         "as above",
     ),
     (
+        r"python bench/defaults\.py$",
+        'python -c \'import sys; sys.path.append("bench"); import data, defaults as script; '
+        "data.STEPS, script.WIDTHS = 2, (2, 4); script.main()'",
+        "ten seconds: it trains two models for 50 steps, and has seven tables of which two will do",
+    ),
+    (
         r"(examples/(ddp|fsdp2)_train\.py)",
         r"\1 --steps 2 --layers 1 --width 32 --batch 2",
         "hundreds of steps of a larger model; test_examples.py says what they come to",
