@@ -14,7 +14,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -90,6 +90,17 @@ def outcomes_of(
                 process.kill()
                 process.join()
     return outcomes
+
+
+def play(rank: int, scenes: Mapping[str, Callable[[int], Any]]) -> dict[str, Any]:
+    """What each scene returned on this rank: many tests can share one launch."""
+    found = {}
+    for name, scene in scenes.items():
+        try:
+            found[name] = scene(rank)
+        except Exception as error:
+            raise AssertionError(f"scene {name}: {type(error).__name__}: {error}") from error
+    return found
 
 
 def free_port() -> int:

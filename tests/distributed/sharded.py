@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import model
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from trained import CHUNK, UNIT, Given, Named, Shapes, exempt
+from trained import CHUNK, CODEC, SEED, STEPS, UNIT, Given, Named, Shapes, exempt, given
 
+import narrowcast as nc
 from narrowcast import Codec
-from narrowcast.distributed.gradients.buckets import key_of
 from narrowcast.distributed.gradients.columns import Chunk
 from narrowcast.distributed.gradients.compression import _mixed
 
@@ -88,17 +87,15 @@ def every(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def play(rank: int, scenes: Mapping[str, Callable[[int], Any]]) -> dict[str, Any]:
-    """Scenes one after the other, so that ranks start once for many tests."""
-    found: dict[str, Any] = {}
-    for name, scene in scenes.items():
-        start = time.monotonic()
-        try:
-            found[name] = scene(rank)
-        except Exception as error:
-            raise AssertionError(f"scene {name}: {type(error).__name__}: {error}") from error
-        found[f"{name} seconds"] = time.monotonic() - start
-    return found
+def steps(module: nn.Module, rank: int, count: int = STEPS, first: int = 0) -> list[Named]:
+    """The gradients of a `stack` after each of so many steps."""
+    return [backward(module, given(STACK, rank, step)) for step in range(first, first + count)]
+
+
+def right(world: int) -> list[Named]:
+    """What `steps` must return, once `trained.compressed`."""
+    expected = Expected(nc.codec(CODEC), world, True, [SEED] * world)
+    return [expected.step([given(STACK, rank, step) for rank in range(world)]) for step in range(STEPS)]
 
 
 # -- the same in one process ------------------------------------------------------------------------------------------
@@ -154,7 +151,7 @@ class Expected:
         sent = meant.float().clone()
         for start in range(0, part, width):
             cut = slice(start, min(part, start + width))
-            key = key_of(Chunk(name, numel, world, part, start, cut.stop - start))
+            key = Chunk(name, numel, world, part, start, cut.stop - start).key
             for r in range(world):
                 seed = _mixed(self.seeds[r], self.steps)
                 for o in range(world):

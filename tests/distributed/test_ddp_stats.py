@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import trained
-from ranks import run
+from ranks import play, run
 from torch.nn.parallel import DistributedDataParallel as DDP
-from trained import SHAPES, Expected, Given, Named, given
+from trained import FEW, SHAPES, Expected, Given, Named, given
 
 import narrowcast as nc
 from cases import same_bits
@@ -22,7 +22,6 @@ from narrowcast.distributed.agreement import header_bytes
 pytestmark = pytest.mark.timeout(180)
 
 WORLD = 3
-FEW = 0.004
 
 
 def _train(rank: int, steps: int, cap: float = 25.0, **options: Any) -> tuple[list[Named], Any]:
@@ -142,16 +141,15 @@ def _tensors() -> list[torch.Tensor]:
     return [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
 
 
-SCENES = (warm_up, schedule, small_buckets, none_at_all, all_exempt, by_name, bytes_of, logged, signal, memory)
-
-
-def _play(rank: int) -> dict[str, Any]:
-    return {scene.__name__: scene(rank) for scene in SCENES}
+SCENES = {
+    scene.__name__: scene
+    for scene in (warm_up, schedule, small_buckets, none_at_all, all_exempt, by_name, bytes_of, logged, signal, memory)
+}
 
 
 @pytest.fixture(scope="module")
 def played() -> list[dict[str, Any]]:
-    return run(WORLD, _play, timeout=150)
+    return run(WORLD, play, SCENES, timeout=150)
 
 
 # -- what travels how -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import sharded
 import torch
 import trained
-from ranks import run
+from ranks import play, run
 from sharded import padded, shard, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -107,7 +107,7 @@ SCENES = {scene.__name__: scene for scene in (in_fp32, in_bf16, in_pieces, in_ba
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, Any]]:
-    return run(2, sharded.play, {**SCENES, "trained": _trained}, timeout=150)
+    return run(2, play, {**SCENES, "trained": _trained}, timeout=150)
 
 
 def test_every_rank_computes_with_the_bytes_that_were_sent_and_keeps_its_own_exact(two: list[dict[str, Any]]) -> None:

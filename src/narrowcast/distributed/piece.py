@@ -1,8 +1,9 @@
 """A piece of a tensor on its way through a reduction, and the strips that it is made of.
 
 A `Strip` is a run of elements in one codec: a part for each rank, the part's owner, and the place for each part's sum.
-A `Piece` carries one or several strips: one message takes all of a piece's rows to a peer. It goes through `expect`,
-`send_parts`, `add_up` and `collect`, in this order; the pieces of a tensor take turns (`two_stage.reduce`).
+A piece carries one or several strips: one message takes all of its rows to a peer. `Parts` brings them to their owners.
+`Piece` brings the sums back, too: it goes through `expect`, `send_parts`, `add_up` and `collect`, in this order. The
+pieces of a tensor take turns (`two_stage.reduce`).
 """
 
 from __future__ import annotations
@@ -48,73 +49,95 @@ class Strip:
         self.coder.decode(data, self.results[peer][None])
 
 
-class Piece:
-    """What travels in one message to each peer, twice: parts to their owners, then sums to everyone."""
+class Parts:
+    """Strips whose parts go to their owners: one message takes all rows to a peer. `index` is the piece's number."""
 
-    def __init__(self, exchange: Exchange, strips: Sequence[Strip], index: int, eager: bool = True) -> None:
+    def __init__(self, exchange: Exchange, strips: Sequence[Strip], index: int) -> None:
         self.exchange = exchange
         self.strips = strips
         self.rank = exchange.rank
         self.sizes = [sum(strip.sizes[peer] for strip in strips) for peer in range(exchange.size)]
-        # Small enough to go with the header.
-        self.along = eager and index == 0 and max(self.sizes) <= exchange.wire.eager
         self.slot = index % exchange.wire.pieces
         shape = exchange.size, self.sizes[self.rank]
-        take = exchange.coder.take
-        self.inbox = take(f"inbox {self.slot}", shape[0] * shape[1]).view(shape)
-        self.results = take(f"results {self.slot}", sum(self.sizes)).split(self.sizes)
+        self.inbox = exchange.coder.take(f"inbox {self.slot}", shape[0] * shape[1]).view(shape)
+
+    def coming(self) -> list[Tensor]:
+        """Where the rows of the others go."""
+        return [row[:0] if peer == self.rank else row for peer, row in enumerate(self.inbox)]
+
+    def encode(self, peer: int) -> Tensor:
+        """The row for a peer."""
+        out = self.exchange.next_row(self.sizes[peer])
+        for strip, row in zip(self.strips, self.rows(out, peer), strict=True):
+            strip.encode(self.rank, peer, row)
+        return out
+
+    def send_parts(self) -> None:
+        """Each part to its owner."""
+        for peer in self.exchange.targets:
+            self.exchange.send(self.encode(peer), peer)
+        self.sent()
+
+    def sent(self) -> None:
+        """Every row has been encoded; the bytes are still where they were."""
+        for strip in self.strips:
+            strip.sent()
+
+    def rows(self, data: Tensor, peer: int) -> Sequence[Tensor]:
+        """What the strips have of the parts of `peer`: `data` is a row, or some [count, bytes]."""
+        return torch.split(data, [strip.sizes[peer] for strip in self.strips], -1)
+
+
+class Piece(Parts):
+    """What travels in one message to each peer, twice: parts to their owners, then sums to everyone."""
+
+    def __init__(self, exchange: Exchange, strips: Sequence[Strip], index: int, eager: bool = True) -> None:
+        super().__init__(exchange, strips, index)
+        # Small enough to go with the header.
+        self.along = eager and index == 0 and max(self.sizes) <= exchange.wire.eager
+        self.results = exchange.coder.take(f"results {self.slot}", sum(self.sizes)).split(self.sizes)
         self._first: Tensor | None = None
 
     def open(self) -> None:
         """Agree with all ranks, and send the parts with the header where they are small enough."""
         if self.along:
-            self.exchange.agree(lambda peer: self._encode(peer) if self.sizes[peer] else None, list(self.inbox))
+            self.exchange.agree(lambda peer: self.encode(peer) if self.sizes[peer] else None, list(self.inbox))
         else:
             self.exchange.agree(meanwhile=self._encode_first)
 
     def expect(self) -> None:
         """Say where the rows of this piece go, in time for peers that are early."""
-        nothing = self.inbox[0, :0]
-        coming = [nothing if self.along or peer == self.rank else row for peer, row in enumerate(self.inbox)]
+        coming = [self.inbox[0, :0]] * self.exchange.size if self.along else self.coming()
         self._parts_arrive = self.exchange.wire.expect(coming, 0)
         self._results_arrive = self.exchange.wire.expect(self.results, 1)
 
     def send_parts(self) -> None:
-        """Each part to its owner."""
-        if not self.along:
-            for peer in self.exchange.targets:
-                row, self._first = self._first, None
-                self.exchange.send(self._encode(peer) if row is None else row, peer, 0)
-        for strip in self.strips:
-            strip.sent()
+        if self.along:
+            self.sent()
+        else:
+            super().send_parts()
 
     def add_up(self, divisor: int) -> None:
         """Add up the rows of this rank's own part, and send the sum to all."""
         for _ in self._parts_arrive():
             pass
-        mine, start = self.results[self.rank], 0
-        for strip in self.strips:
-            end = start + strip.sizes[self.rank]
-            if end > start:
-                strip.add_up(self.inbox[:, start:end], self.rank, divisor, mine[start:end])
-            start = end
+        mine = self.results[self.rank]
+        received, sums = self.rows(self.inbox, self.rank), self.rows(mine, self.rank)
+        for strip, rows, out in zip(self.strips, received, sums, strict=True):
+            if len(out):
+                strip.add_up(rows, self.rank, divisor, out)
         for peer in self.exchange.targets:
             self.exchange.send(mine, peer, 1)
 
     def collect(self) -> None:
         """Decode the sums of the others."""
         for peer in self._results_arrive():
-            for strip, row in zip(self.strips, self._rows(self.results[peer], peer), strict=True):
+            for strip, row in zip(self.strips, self.rows(self.results[peer], peer), strict=True):
                 strip.decode(peer, row)
 
+    def encode(self, peer: int) -> Tensor:
+        row, self._first = self._first, None  # made while ranks agreed
+        return super().encode(peer) if row is None else row
+
     def _encode_first(self) -> None:
-        self._first = self._encode(self.exchange.targets[0])
-
-    def _encode(self, peer: int) -> Tensor:
-        out = self.exchange.next_row(self.sizes[peer])
-        for strip, row in zip(self.strips, self._rows(out, peer), strict=True):
-            strip.encode(self.rank, peer, row)
-        return out
-
-    def _rows(self, data: Tensor, peer: int) -> Sequence[Tensor]:
-        return torch.split(data, [strip.sizes[peer] for strip in self.strips])
+        self._first = super().encode(self.exchange.targets[0])

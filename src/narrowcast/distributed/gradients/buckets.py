@@ -7,26 +7,19 @@ a codec that loses nothing of its dtype. Nothing of the bucket moves before all 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from narrowcast.codecs import Codec
 from narrowcast.distributed import two_stage
 from narrowcast.distributed.coder import Coder, lossless
 from narrowcast.distributed.exchange import Exchange
-from narrowcast.distributed.gradients.columns import UNIT, Chunk, PieceLayout
+from narrowcast.distributed.gradients.columns import PieceLayout, chunk_by_chunk
 from narrowcast.distributed.gradients.feedback import FeedbackStrip, Residuals
 from narrowcast.distributed.gradients.telemetry import Probe
 from narrowcast.distributed.piece import Piece, Strip
-
-
-def chunk_by_chunk(codec: Codec) -> bool:
-    """Whether each chunk needs rows of its own for its bytes not to depend on its neighbours."""
-    return codec.stochastic or codec.block == "row" or (isinstance(codec.block, int) and UNIT % codec.block != 0)
 
 
 @dataclass
@@ -86,7 +79,7 @@ class GradientPiece(Piece):
         if residuals is not None:
             self._sender, self._owner = residuals.of(layout, buffer.device)
         source = results if self._sender is None else self._sender
-        spans = [(key_of(chunk), span) for chunk, _, span in layout.spans()]
+        spans = [(chunk.key, span) for chunk, _, span in layout.spans()]
         if not chunk_by_chunk(coder.codec):
             spans = [(0, slice(0, layout.columns))]
         return [
@@ -155,8 +148,3 @@ class GradientPiece(Piece):
         """Memory for so many gradients, used again by a later piece."""
         dtype = self._bucket.buffer.dtype
         return self._take(f"{name} {self._slot}", numel * dtype.itemsize).view(dtype)
-
-
-def key_of(chunk: Chunk) -> int:
-    """A number for a chunk that is the same in every run."""
-    return int.from_bytes(hashlib.blake2b(f"{chunk.start} {chunk.name}".encode(), digest_size=7).digest(), "little")

@@ -12,10 +12,13 @@ Exempt parameters are laid one after the other, without rows: they travel withou
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from narrowcast.codecs import Codec
 
 UNIT = 128
 """Columns of a parameter are a multiple of this: whole blocks of the usual codecs, and aligned rows."""
@@ -53,6 +56,12 @@ class Chunk:
             return 0
         return max(0, min(self.columns, self.numel - self.whole_rows * self.part - self.start))
 
+    @property
+    def key(self) -> int:
+        """A number for it that is the same in every run."""
+        named = f"{self.start} {self.name}".encode()
+        return int.from_bytes(hashlib.blake2b(named, digest_size=7).digest(), "little")
+
     def elements(self, flat: Tensor) -> Iterator[Tensor]:
         """The chunk's elements in the flat parameter or gradient."""
         rows, first = self.whole_rows, flat.storage_offset() + self.start
@@ -82,13 +91,18 @@ class Chunk:
         return self.columns if rank < self.whole_rows else self.rest if rank == self.whole_rows else 0
 
 
+def chunk_by_chunk(codec: Codec) -> bool:
+    """Whether each chunk needs rows of its own for its bytes not to depend on its neighbours."""
+    return codec.stochastic or codec.block == "row" or (isinstance(codec.block, int) and UNIT % codec.block != 0)
+
+
 def worth_rows(numel: int, ranks: int) -> bool:
     """Whether a parameter is large enough to be cut in rows; a smaller one would be mostly padding."""
     return numel >= UNIT * ranks
 
 
 def chunks(name: str, numel: int, ranks: int, part: int = 0) -> list[Chunk]:
-    """All chunks of a parameter; `part` is how much of it a rank owns, where that is not for this page to say."""
+    """All chunks of a parameter; `part` is how much of it a rank owns, where that is settled already."""
     part = part or -(-numel // (ranks * UNIT)) * UNIT
     width = max(1, CHUNK // (ranks * UNIT)) * UNIT
     return [Chunk(name, numel, ranks, part, start, min(width, part - start)) for start in range(0, part, width)]

@@ -1,13 +1,11 @@
-"""Compressed gradients: what is sent in place of them, how, and what is remembered from step to step.
+"""Compressed gradients: in what they travel, what it costs, and what is remembered from step to step.
 
 `GradientCompression` belongs to one model on one rank. A step is one synchronization of gradients: with gradient
-accumulation, the one backward that is not under `no_sync`. In each step the trainer hands over its gradients bucket by
-bucket and gets a future for each; the lane of the process group does the work meanwhile.
+accumulation, the one backward that is not under `no_sync`. `ddp.py` and `fsdp.py` know how a trainer hands over its
+gradients, bucket by bucket, and count the steps; here is what they share.
 
 What must hold: every rank ends with the same bits; the same model, codec and world size give the same numbers however
 gradients are spread over buckets; `state_dict` holds all that the next step depends on.
-
-`ddp.py` and `fsdp.py` say how trainers come here.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ from narrowcast.distributed.coder import lossless
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.gradients import state as saved
-from narrowcast.distributed.gradients.buckets import Bucket
-from narrowcast.distributed.gradients.columns import Entry, PieceLayout, lay_out, worth_rows
+from narrowcast.distributed.gradients.columns import PieceLayout, worth_rows
 from narrowcast.distributed.gradients.feedback import Residuals
 from narrowcast.distributed.gradients.options import (
     Exempt,
@@ -44,8 +41,7 @@ from narrowcast.distributed.gradients.options import (
     steps_of,
 )
 from narrowcast.distributed.gradients.telemetry import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log, norm
-from narrowcast.distributed.lane import Work
-from narrowcast.distributed.launch import perform, start
+from narrowcast.distributed.launch import perform
 from narrowcast.distributed.peers import Peers, peers_of
 from narrowcast.distributed.plan import Plan, choose_codec
 from narrowcast.distributed.stats import span
@@ -98,45 +94,19 @@ class GradientCompression:
         self.exempts: dict[str, bool] = {}
         self.numels: dict[str, int] = {}
         self._named = model is not None
-        self._layouts: dict[object, list[PieceLayout]] = {}
+        self.layouts: dict[object, list[PieceLayout]] = {}
+        """How buckets have been cut in pieces, by what ddp.py or fsdp.py knows them by."""
         self.residuals: Residuals | None = None
         self.make_residuals: Callable[[Mode, int, int], Residuals] = Residuals
+        """Of a mode, so many ranks, and the number of this one."""
         self._agreed = False
         self.counted, self.clock = GradientStats(), Clock()
         self._loaded: Mapping[str, Any] | None = None
         if model is not None:
             for name, parameter in model.named_parameters():
-                self._meet(plain_name(name), parameter)
+                self._note(plain_name(name), parameter)
 
-    # -- one step ---------------------------------------------------------------------------------------------------
-
-    def reduce(
-        self, buffer: Tensor, parameters: Sequence[Tensor], offsets: Sequence[int], index: int, last: bool
-    ) -> torch.futures.Future[Tensor]:
-        """Average a bucket over all ranks, in place: a future of it."""
-        group = arguments.group_of(self.process_group, "compress_gradients")
-        if group is None or group.size() == 1:
-            if self._loaded is not None:
-                saved.check_rank(0, 1, self._loaded)
-            self.step += last
-            alone: torch.futures.Future[Tensor] = torch.futures.Future()
-            alone.set_result(buffer)
-            return alone
-        peers = self.agree(group, buffer)
-        if self.idle:
-            return self._as_torch_does(group, buffer, index, last)
-        codec, reason = self.codec_at(self.step)
-        pieces = self._lay_out(parameters, offsets, peers, codec is None)
-        found = BucketStats(index, buffer.numel(), sum(piece.exempt_numel for piece in pieces))
-        if found.exempt == found.numel and codec is not None:
-            codec, reason = None, "nothing to compress"
-        found.codec, found.reason = None if codec is None else codec.spec, reason
-        bucket = Bucket(buffer, pieces, self.residuals, self.probe_for(found, self.step))
-        work = self._start(peers, bucket, found, codec)
-        if last:
-            self.clock.handed_over()
-            self.step += 1
-        return work.get_future().then(_first)
+    # -- all ranks alike ----------------------------------------------------------------------------------------------
 
     def agree(self, group: dist.ProcessGroup, like: Tensor) -> Peers:
         """The peers, once all of them are known to be configured alike. `like` is a parameter, or a bucket."""
@@ -162,21 +132,55 @@ class GradientCompression:
 
         peers.lane.run("compress_gradients", job)
 
-    def _start(self, peers: Peers, bucket: Bucket, found: BucketStats, codec: Codec | None) -> Work:
-        step, buffer = self.step, bucket.buffer
-        if found.index == 0:
-            self.clock.next_step()
-        found.plain_bytes = 2 * arguments.nbytes(buffer) * (peers.size - 1) // peers.size
-        words = f"bucket {found.index}, dtype={buffer.dtype}, numel={found.numel}, exempt={found.exempt}"
-        call = Call("gradients", lossless(buffer.dtype) if codec is None else codec, words)
+    def check_alone(self) -> None:
+        """Raise if there is one rank, and what was loaded is of one of several."""
+        if self._loaded is not None:
+            saved.check_rank(0, 1, self._loaded)
 
-        def job() -> list[Tensor]:
-            self.perform(peers, call, bucket.reduce, found, bucket.probe, step)
-            return [buffer]
+    def _choose(self, group: dist.ProcessGroup, like: Tensor) -> None:
+        """What "auto" means here."""
+        total = sum(self.numels.values()) or like.numel()
+        buckets = [min(BUCKET, total - start) for start in range(0, total, BUCKET)]
+        self._use(*choose_codec(buckets, like.dtype, group, like.device, self._feedback))
 
-        work = start(peers, "gradients", job, [buffer], True)
-        assert work is not None
-        return work
+    def _use(self, codec: Codec | None, plan: Plan | None) -> None:
+        self.codec, self.plan, self._chosen = codec, plan, True
+        self.error_feedback = mode_of(self._feedback, codec, self._schedule)
+        if self.residuals is not None and self.residuals.mode != self.error_feedback:
+            self.residuals = None
+
+    def _words(self) -> str:
+        """What every rank must have in common."""
+        known = sorted((name, self.numels[name], exempt) for name, exempt in self.exempts.items())
+        digest = hashlib.blake2b(repr(known).encode(), digest_size=4).hexdigest()
+        schedule = ", schedule" if self._schedule else ""
+        auto = "auto, " if self._auto else "" if self.codec else "none, "
+        return (
+            f"{auto}error_feedback={self.error_feedback}, warmup_steps={self.warmup_steps}{schedule}, "
+            f"step={self.step}, parameters={len(known)} exempt={sum(self.exempts.values())} #{digest}"
+        )
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether torch's own collectives do all the work."""
+        return self.codec is None and self._schedule is None
+
+    def codec_at(self, step: int) -> tuple[Codec | None, str]:
+        """The codec of a step, or none and why."""
+        if step < self.warmup_steps:
+            return None, "warm-up"
+        if self._schedule is None:
+            return self.codec, ""
+        given = self._schedule(step)
+        return (None, "schedule") if given is None else (for_gradients(as_codec(given)), "")
+
+    def probe_for(self, found: BucketStats, step: int) -> Probe | None:
+        """A probe, where it is time for one."""
+        if found.codec is None or not (step % PROBE_EVERY == 0 or self.counted.unprobed(found)):
+            return None
+        return Probe()
 
     def perform(
         self,
@@ -200,91 +204,35 @@ class GradientCompression:
         self.clock.worked(began)
         self.counted.count(found, probe)
 
-    def _choose(self, group: dist.ProcessGroup, like: Tensor) -> None:
-        """What "auto" means here."""
-        total = sum(self.numels.values()) or like.numel()
-        buckets = [min(BUCKET, total - start) for start in range(0, total, BUCKET)]
-        self._use(*choose_codec(buckets, like.dtype, group, like.device, self._feedback))
-
-    def _use(self, codec: Codec | None, plan: Plan | None) -> None:
-        self.codec, self.plan, self._chosen = codec, plan, True
-        self.error_feedback = mode_of(self._feedback, codec, self._schedule)
-        if self.residuals is not None and self.residuals.mode != self.error_feedback:
-            self.residuals = None
-
-    def _as_torch_does(
-        self, group: dist.ProcessGroup, buffer: Tensor, index: int, last: bool
-    ) -> torch.futures.Future[Tensor]:
-        """The average by torch's own all_reduce: what DDP does without a hook."""
-        found = BucketStats(index, buffer.numel(), buffer.numel())
-        found.plain_bytes = 2 * arguments.nbytes(buffer) * (group.size() - 1) // group.size()
-        self.count_idle(found)
-        self.step += last
-        work = dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True)
-        assert work is not None
-        averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
-        return averaged
-
-    @property
-    def idle(self) -> bool:
-        """Whether torch's own collectives do all the work."""
-        return self.codec is None and self._schedule is None
-
     def count_idle(self, found: BucketStats) -> None:
+        """Count a bucket that torch reduces."""
         found.reason, found.sent_bytes = "auto: none" if self._auto else "codec=None", found.plain_bytes
         self.counted.count(found, None)
 
-    def codec_at(self, step: int) -> tuple[Codec | None, str]:
-        """The codec of a step, or none and why."""
-        if step < self.warmup_steps:
-            return None, "warm-up"
-        if self._schedule is None:
-            return self.codec, ""
-        given = self._schedule(step)
-        return (None, "schedule") if given is None else (for_gradients(as_codec(given)), "")
+    def reduce(
+        self, buffer: Tensor, parameters: Sequence[Tensor], offsets: Sequence[int], index: int, last: bool
+    ) -> torch.futures.Future[Tensor]:
+        """Average a bucket over all ranks, in place, as DDP's hook does: a future of it."""
+        from narrowcast.distributed.gradients import ddp  # which knows this class
 
-    def probe_for(self, found: BucketStats, step: int) -> Probe | None:
-        """A probe, where it is time for one."""
-        if found.codec is None or not (step % PROBE_EVERY == 0 or self.counted.unprobed(found)):
-            return None
-        return Probe()
+        return ddp.reduce(self, buffer, parameters, offsets, index, last)
 
-    def _lay_out(
-        self, parameters: Sequence[Tensor], offsets: Sequence[int], peers: Peers, all_exempt: bool
-    ) -> list[PieceLayout]:
-        """The pieces of a bucket."""
-        key = (*map(id, parameters), all_exempt)
-        if key not in self._layouts:
-            entries = []
-            for parameter, offset in zip(parameters, offsets, strict=True):
-                name = self._name(parameter)
-                exempt = all_exempt or self.exempts[name] or not worth_rows(parameter.numel(), peers.size)
-                entries.append(Entry(name, offset, parameter.numel(), exempt))
-            self._layouts[key] = lay_out(entries, peers.size, at_once=peers.nccl)
-        return self._layouts[key]
+    # -- parameters ---------------------------------------------------------------------------------------------------
 
-    # -- names ------------------------------------------------------------------------------------------------------
-
-    def _name(self, parameter: Tensor) -> str:
+    def name_of(self, parameter: Tensor) -> str:
+        """The name of a parameter; one that is not of the model is numbered as it comes."""
         if id(parameter) not in self._names:
-            self._meet(f"parameter {len(self._names)}", parameter)
+            self._note(f"parameter {len(self._names)}", parameter)
         return self._names[id(parameter)]
 
-    def _meet(self, name: str, parameter: Tensor) -> None:
+    def is_exempt(self, name: str, numel: int, ranks: int) -> bool:
+        """Whether a parameter travels without loss in whatever codec, among so many ranks."""
+        return self.exempts[name] or not worth_rows(numel, ranks)
+
+    def _note(self, name: str, parameter: Tensor) -> None:
         self._names[id(parameter)] = name
         self.numels[name] = parameter.numel()
         self.exempts[name] = self._exempt(name, parameter)
-
-    def _words(self) -> str:
-        """What every rank must have in common."""
-        known = sorted((name, self.numels[name], exempt) for name, exempt in self.exempts.items())
-        digest = hashlib.blake2b(repr(known).encode(), digest_size=4).hexdigest()
-        schedule = ", schedule" if self._schedule else ""
-        auto = "auto, " if self._auto else "" if self.codec else "none, "
-        return (
-            f"{auto}error_feedback={self.error_feedback}, warmup_steps={self.warmup_steps}{schedule}, "
-            f"step={self.step}, parameters={len(known)} exempt={sum(self.exempts.values())} #{digest}"
-        )
 
     # -- what is counted ----------------------------------------------------------------------------------------------
 
@@ -342,8 +290,12 @@ class GradientCompression:
         self._loaded = None
 
 
-def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return future.value()[0]
+def codec_for(found: BucketStats, codec: Codec | None, reason: str) -> Codec | None:
+    """The codec in which a bucket goes, noted in `found`, given that of the step, or none and why."""
+    if found.exempt == found.numel and codec is not None:
+        codec, reason = None, "nothing to compress"
+    found.codec, found.reason = None if codec is None else codec.spec, reason
+    return codec
 
 
 def _mixed(seed: int, step: int) -> int:

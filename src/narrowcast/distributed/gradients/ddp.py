@@ -1,26 +1,30 @@
-"""How DistributedDataParallel hands over its gradients: a communication hook."""
+"""How DistributedDataParallel hands over its gradients: a communication hook, which it calls bucket by bucket.
+
+The hook gives DDP a future of the averages at once, and backward goes on: the lane of the process group does the work
+meanwhile. A step is over with the bucket that DDP calls the last one of a backward.
+"""
 
 # DDP reads the annotations of a hook: no `from __future__ import annotations` here.
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowcast.distributed.gradients.compression import GradientCompression
+from narrowcast.codecs import Codec
+from narrowcast.distributed import arguments
+from narrowcast.distributed.agreement import Call
+from narrowcast.distributed.coder import lossless
+from narrowcast.distributed.gradients.buckets import Bucket
+from narrowcast.distributed.gradients.columns import Entry, PieceLayout, lay_out
+from narrowcast.distributed.gradients.compression import GradientCompression, codec_for
+from narrowcast.distributed.gradients.telemetry import BucketStats
+from narrowcast.distributed.lane import Work
+from narrowcast.distributed.launch import start
+from narrowcast.distributed.peers import Peers
 from narrowcast.errors import CollectiveError, DtypeError
-
-
-def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """For `ddp.register_comm_hook(state, gradient_hook)`: the average of a bucket over all ranks, compressed."""
-    buffer = bucket.buffer()
-    if buffer.is_sparse:
-        raise DtypeError(
-            "a bucket holds a sparse gradient, and codecs take dense ones. Make the embedding with sparse=False."
-        )
-    first = buffer.storage_offset()
-    offsets = [int(gradient.storage_offset() - first) for gradient in bucket.gradients()]
-    return state.reduce(buffer, bucket.parameters(), offsets, bucket.index(), bucket.is_last())
 
 
 def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
@@ -35,3 +39,105 @@ def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
     if group.size() > 1:
         state.agree(group, like.detach())
     ddp.register_comm_hook(state, gradient_hook)
+
+
+def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """For `ddp.register_comm_hook(state, gradient_hook)`: the average of a bucket over all ranks, compressed."""
+    buffer = bucket.buffer()
+    if buffer.is_sparse:
+        raise DtypeError(
+            "a bucket holds a sparse gradient, and codecs take dense ones. Make the embedding with sparse=False."
+        )
+    first = buffer.storage_offset()
+    offsets = [int(gradient.storage_offset() - first) for gradient in bucket.gradients()]
+    return reduce(state, buffer, bucket.parameters(), offsets, bucket.index(), bucket.is_last())
+
+
+def reduce(
+    state: GradientCompression,
+    buffer: Tensor,
+    parameters: Sequence[Tensor],
+    offsets: Sequence[int],
+    index: int,
+    last: bool,
+) -> torch.futures.Future[Tensor]:
+    """Average a bucket over all ranks, in place: a future of it."""
+    group = arguments.group_of(state.process_group, "compress_gradients")
+    if group is None or group.size() == 1:
+        return _alone(state, buffer, last)
+    peers = state.agree(group, buffer)
+    if state.idle:
+        return _as_torch_does(state, group, buffer, index, last)
+    codec, reason = state.codec_at(state.step)
+    pieces = _pieces(state, parameters, offsets, peers, codec is None)
+    found = BucketStats(index, buffer.numel(), sum(piece.exempt_numel for piece in pieces))
+    found.plain_bytes = _plain_bytes(buffer, peers.size)
+    codec = codec_for(found, codec, reason)
+    bucket = Bucket(buffer, pieces, state.residuals, state.probe_for(found, state.step))
+    work = _start(state, peers, bucket, found, codec)
+    if last:
+        state.clock.handed_over()
+        state.step += 1
+    return work.get_future().then(_first)
+
+
+def _alone(state: GradientCompression, buffer: Tensor, last: bool) -> torch.futures.Future[Tensor]:
+    """The average of one rank."""
+    state.check_alone()
+    state.step += last
+    averaged: torch.futures.Future[Tensor] = torch.futures.Future()
+    averaged.set_result(buffer)
+    return averaged
+
+
+def _as_torch_does(
+    state: GradientCompression, group: dist.ProcessGroup, buffer: Tensor, index: int, last: bool
+) -> torch.futures.Future[Tensor]:
+    """The average by torch's own all_reduce: what DDP does without a hook."""
+    found = BucketStats(index, buffer.numel(), buffer.numel())
+    found.plain_bytes = _plain_bytes(buffer, group.size())
+    state.count_idle(found)
+    state.step += last
+    work = dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True)
+    assert work is not None
+    averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
+    return averaged
+
+
+def _start(state: GradientCompression, peers: Peers, bucket: Bucket, found: BucketStats, codec: Codec | None) -> Work:
+    step, buffer = state.step, bucket.buffer
+    if found.index == 0:
+        state.clock.next_step()
+    words = f"bucket {found.index}, dtype={buffer.dtype}, numel={found.numel}, exempt={found.exempt}"
+    call = Call("gradients", lossless(buffer.dtype) if codec is None else codec, words)
+
+    def job() -> list[Tensor]:
+        state.perform(peers, call, bucket.reduce, found, bucket.probe, step)
+        return [buffer]
+
+    work = start(peers, "gradients", job, [buffer], True)
+    assert work is not None
+    return work
+
+
+def _pieces(
+    state: GradientCompression, parameters: Sequence[Tensor], offsets: Sequence[int], peers: Peers, all_exempt: bool
+) -> list[PieceLayout]:
+    """The pieces of a bucket with these parameters."""
+    key = (*map(id, parameters), all_exempt)
+    if key not in state.layouts:
+        entries = []
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            name, numel = state.name_of(parameter), parameter.numel()
+            entries.append(Entry(name, offset, numel, all_exempt or state.is_exempt(name, numel, peers.size)))
+        state.layouts[key] = lay_out(entries, peers.size, at_once=peers.nccl)
+    return state.layouts[key]
+
+
+def _plain_bytes(buffer: Tensor, ranks: int) -> int:
+    """What a ring sends of it."""
+    return 2 * arguments.nbytes(buffer) * (ranks - 1) // ranks
+
+
+def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return future.value()[0]

@@ -8,7 +8,7 @@ What the sender means to send is gradient + residual, and lies in the residual's
 the residuals no memory is taken. Where something was not finite, nothing was lost that would be worth sending, and
 the residual is zero: it stays finite whatever comes.
 
-A step that fails leaves no residuals in its bucket: they hold what may or may not have arrived.
+A step that fails when ranks have agreed leaves no residuals in its bucket: who knows what has arrived of them.
 
 Residuals are kept by parameter. `Residuals` lays them out as a piece needs them, and moves them when DDP rebuilds its
 buckets.

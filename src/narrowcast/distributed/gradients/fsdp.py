@@ -30,8 +30,8 @@ from narrowcast.distributed.agreement import Call
 from narrowcast.distributed.coder import lossless
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.exchange import Exchange
-from narrowcast.distributed.gradients.columns import PieceLayout, worth_rows
-from narrowcast.distributed.gradients.compression import GradientCompression
+from narrowcast.distributed.gradients.columns import PieceLayout
+from narrowcast.distributed.gradients.compression import GradientCompression, codec_for
 from narrowcast.distributed.gradients.feedback import Residuals
 from narrowcast.distributed.gradients.fsdp_torch import AllGather, Group, ReduceScatter, groups_of
 from narrowcast.distributed.gradients.options import Mode, for_gradients
@@ -69,7 +69,6 @@ class Engine:
         self.state = state
         self.gather = gather
         self._groups = groups
-        self._layouts: dict[object, list[PieceLayout]] = {}
         self._step: int | None = None
         self._reduced: set[int] = set()
         """The groups that have been reduced in this step."""
@@ -101,17 +100,17 @@ class Engine:
 
     def layout(self, group: Group, which: Sequence[int], peers: Peers, all_exempt: bool) -> list[PieceLayout]:
         """The pieces of a matrix that holds these parameters of a group."""
-        key = (group.index, *which, all_exempt, peers.size)
-        if key not in self._layouts:
-            if len(self._layouts) >= LAYOUTS:  # experts that come and go: residuals move to new layouts
-                self._layouts.clear()
+        state, key = self.state, (group.index, *which, all_exempt, peers.size)
+        if key not in state.layouts:
+            if len(state.layouts) >= LAYOUTS:  # experts that come and go: residuals move to new layouts
+                state.layouts.clear()
             shards = []
             for i in which:
                 name, numel = group.names[i], group.numels[i]
-                exempt = all_exempt or self.state.exempts[name] or not worth_rows(numel, peers.size)
+                exempt = all_exempt or state.is_exempt(name, numel, peers.size)
                 shards.append(Shard(name, numel, group.parts[i], exempt))
-            self._layouts[key] = lay_out_shards(shards, peers.size, at_once=peers.nccl)
-        return self._layouts[key]
+            state.layouts[key] = lay_out_shards(shards, peers.size, at_once=peers.nccl)
+        return state.layouts[key]
 
 
 class _Reduce(ReduceScatter):
@@ -141,9 +140,7 @@ class _Reduce(ReduceScatter):
         peers = state.agree(group, input_tensor)
         layout = engine.layout(self._group, self._group.with_gradients(columns), peers, codec is None)
         found.exempt = sum(piece.exempt_numel for piece in layout) * ranks
-        if found.exempt == found.numel and codec is not None:
-            codec, reason = None, "nothing to compress"
-        found.codec, found.reason = (None, reason) if codec is None else (codec.spec, "")
+        codec = codec_for(found, codec, reason)
         probe, matrix = state.probe_for(found, step), input_tensor.view(ranks, columns)
         words = f"group {found.index}, dtype={matrix.dtype}, numel={found.numel}, exempt={found.exempt}"
         words += f", divisor={divisor}, factor={factor:g}"

@@ -22,10 +22,10 @@ from torch import Tensor
 from narrowcast.codecs import Codec
 from narrowcast.distributed.coder import lossless
 from narrowcast.distributed.exchange import Exchange
-from narrowcast.distributed.gradients.buckets import chunk_by_chunk, key_of
-from narrowcast.distributed.gradients.columns import UNIT, PieceLayout, Pieces, chunks, elements_at_once
+from narrowcast.distributed.gradients.columns import UNIT, PieceLayout, Pieces, chunk_by_chunk, chunks, elements_at_once
 from narrowcast.distributed.gradients.feedback import FeedbackStrip, Residuals
 from narrowcast.distributed.gradients.telemetry import Probe
+from narrowcast.distributed.piece import Parts
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def runs(piece: PieceLayout, codec: Codec) -> Iterator[Run]:
             joined = slice(last.columns.start, columns.stop), slice(last.places.start, places.stop)
             merged[-1] = Run(0, *joined, False)
         else:
-            merged.append(Run(key_of(chunk) if alone else 0, columns, places, False))
+            merged.append(Run(chunk.key if alone else 0, columns, places, False))
     yield from merged
 
 
@@ -147,7 +147,7 @@ def _in_turn(exchange: Exchange, pieces: Sequence[_Piece]) -> None:
     exchange.wire.flush()
 
 
-class _Reduced:
+class _Reduced(Parts):
     """A piece of gradients on its way to the ranks that keep them."""
 
     def __init__(
@@ -161,13 +161,13 @@ class _Reduced:
         residuals: Residuals | None,
         probe: Probe | None,
     ) -> None:
-        self._exchange, self._matrix, self._layout, self._divisor = exchange, matrix, layout, divisor
+        self._matrix, self._layout, self._divisor = matrix, layout, divisor
         self._sender: Tensor | None = None
         if residuals is not None and layout.chunks:
             self._sender = residuals.of(layout, matrix.device)[0]
         coder, exact = exchange.coder, exchange.coder.using(lossless(matrix.dtype))
         self._runs = list(runs(layout, coder.codec))
-        self._strips = [
+        strips = [
             FeedbackStrip(
                 exact if run.exempt else coder,
                 self._source(run).unbind(),
@@ -179,39 +179,32 @@ class _Reduced:
             )
             for run in self._runs
         ]
-        self.sizes = [sum(strip.sizes[peer] for strip in self._strips) for peer in range(exchange.size)]
-        shape = exchange.size, self.sizes[exchange.rank]
-        self._inbox = coder.take(f"inbox {index % exchange.wire.pieces}", shape[0] * shape[1]).view(shape)
+        super().__init__(exchange, strips, index)
 
     def alone(self) -> None:
         """All of it with the header, where it is small enough. Should ranks not agree, residuals are as they were."""
         before = None if self._sender is None else self._sender.clone()
         self._add_gradients()
         try:
-            self._exchange.open(self._encode, self.sizes, self._coming())
+            self.exchange.open(self.encode, self.sizes, self.coming())
         except BaseException:
             if self._sender is not None and before is not None:
                 self._sender.copy_(before)
             raise
-        self._sent()
+        self.sent()
         self._add_up()
 
     def expect(self) -> None:
-        self._arrive = self._exchange.wire.expect(self._coming())
+        self._arrive = self.exchange.wire.expect(self.coming())
 
     def send(self) -> None:
         self._add_gradients()
-        for peer in self._exchange.targets:
-            self._exchange.send(self._encode(peer), peer)
-        self._sent()
+        self.send_parts()
 
     def finish(self) -> None:
         for _ in self._arrive():
             pass
         self._add_up()
-
-    def _coming(self) -> list[Tensor]:
-        return [row if peer != self._exchange.rank else row[:0] for peer, row in enumerate(self._inbox)]
 
     def _add_gradients(self) -> None:
         """To the residuals, where there are some."""
@@ -220,20 +213,9 @@ class _Reduced:
             gradients = [self._matrix[:, run.columns] for run in compressed]
             torch._foreach_add_([sender[:, run.places] for run in compressed], gradients)
 
-    def _encode(self, peer: int) -> Tensor:
-        row = self._exchange.next_row(self.sizes[peer])
-        for strip, data in zip(self._strips, row.split([strip.sizes[peer] for strip in self._strips]), strict=True):
-            strip.encode(self._exchange.rank, peer, data)
-        return row
-
-    def _sent(self) -> None:
-        for strip in self._strips:
-            strip.sent()
-
     def _add_up(self) -> None:
-        sizes = [strip.sizes[self._exchange.rank] for strip in self._strips]
-        for strip, rows in zip(self._strips, self._inbox.split(sizes, 1), strict=True):
-            strip.add(rows, self._exchange.rank, self._divisor)
+        for strip, rows in zip(self.strips, self.rows(self.inbox, self.rank), strict=True):
+            strip.add(rows, self.rank, self._divisor)
         # Not every codec gives zeros back for zeros, and nobody saves what is left of them.
         if self._sender is not None:
             for chunk, _, span in self._layout.spans():

@@ -55,7 +55,7 @@ def check_fits(
 
 
 def _strange(state: Mapping[str, Any], numels: Mapping[str, int]) -> set[str]:
-    """Parameters of whose residuals the model has none, or in another size."""
+    """Parameters with a residual that the model does not have, or has in another size."""
     sender, owner = state["sender"], state["owner"]
     found = {name for name in (*sender, *owner) if name not in numels}
     found |= {name for name, kept in sender.items() if kept.numel() != numels.get(name)}
