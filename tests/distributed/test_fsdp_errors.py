@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import faults
 import pytest
 import sharded
 import torch
@@ -93,6 +94,30 @@ def test_ranks_that_gather_differently_are_told_so_on_every_rank(options: list[d
     assert all(isinstance(outcome.error, MismatchError) for outcome in outcomes)
     assert str(outcomes[0].error) == str(outcomes[1].error)
     assert "gather=int8" in str(outcomes[0].error)
+
+
+def _one_fails(rank: int, shapes: Any) -> Any:
+    """Step 0 is well; in step 1 the last rank fails when everything was swapped. What it owes before and after."""
+    module = fully_shard(Given(shapes))
+    state = nc.compress_gradients(module, "int4")
+    sharded.backward(module, given(shapes, rank, 0))
+    before = float(state.stats().residual_norm)
+    if rank == 0:
+        module(given(shapes, rank, 1)).backward()
+        return before, None, float(state.stats().residual_norm)
+    faults.at("decoding", faults.run_out_of_memory)
+    with pytest.raises((MemoryError, RuntimeError), match="no room left for codes") as failed:
+        module(given(shapes, rank, 1)).backward()
+    return before, str(failed.value), float(state.stats().residual_norm)
+
+
+@pytest.mark.parametrize("shapes", [{"small": (40, 64)}, {"large": (1000, 1500)}], ids=["with the header", "in pieces"])
+def test_a_rank_that_fails_when_all_was_swapped_owes_nothing_of_that_step(shapes: Any) -> None:
+    (_, _, kept), (before, failed, owed) = run(2, _one_fails, shapes)
+    assert before > 0
+    assert kept > 0
+    assert failed is not None
+    assert owed == 0
 
 
 def test_a_torch_that_is_arranged_differently_is_named() -> None:

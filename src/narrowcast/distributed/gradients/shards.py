@@ -102,12 +102,16 @@ def reduce_shards(
     pieces = [_Reduced(exchange, matrix, output, piece, i, divisor, residuals, probe) for i, piece in enumerate(layout)]
     largest = max(max(piece.sizes) for piece in pieces)
     exchange.reserve(largest)
-    if len(pieces) == 1 and largest <= exchange.wire.eager:
-        pieces[0].alone()
-        return
-    exchange.agree()
+    small = len(pieces) == 1 and largest <= exchange.wire.eager
+    if small:
+        pieces[0].open()
+    else:
+        exchange.agree()
     try:
-        _in_turn(exchange, pieces)
+        if small:
+            pieces[0].close()
+        else:
+            _in_turn(exchange, pieces)
     except BaseException:
         # Gradients lie in residuals, sent or not, and must not be sent again with those of the next step.
         if residuals is not None:
@@ -181,8 +185,8 @@ class _Reduced(Parts):
         ]
         super().__init__(exchange, strips, index)
 
-    def alone(self) -> None:
-        """All of it with the header, where it is small enough. Should ranks not agree, residuals are as they were."""
+    def open(self) -> None:
+        """Swap all of it with the header, where it is small. Should ranks not agree, residuals are as they were."""
         before = None if self._sender is None else self._sender.clone()
         self._add_gradients()
         try:
@@ -191,6 +195,9 @@ class _Reduced(Parts):
             if self._sender is not None and before is not None:
                 self._sender.copy_(before)
             raise
+
+    def close(self) -> None:
+        """What is left to do after `open`."""
         self.sent()
         self._add_up()
 
