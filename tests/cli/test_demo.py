@@ -23,7 +23,7 @@ def test_the_demo_trains_quantizes_writes_and_draws(tmp_path: Path) -> None:
         env={**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    for words in ("int4, error feedback", "step 4 of 4", "then weights in int4", "def read(self, "):
+    for words in ("int4, error feedback", "step 4 of 4", "then weights in int4", "def __init__(self, "):
         assert words in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["demo.png"]

@@ -20,7 +20,7 @@ from narrowcast.cli.demo.ranks import SHAPE
 
 EVALUATED = 24
 """Batches of held-out text on which losses are taken."""
-PROMPT = b"def read(self, "
+PROMPT = b"class Reader:\n    def __init__(self, "
 WRITTEN = 240
 
 
@@ -35,7 +35,7 @@ def show(folder: Path, curves: dict[str, list[dict[str, Any]]], picture: Path, c
         packed[codec] = copy.deepcopy(trained["fp32"])
         nc.quantize_(packed[codec], codec)
     console.print(_table(trained, curves, packed))
-    written = packed["int4"].generate(PROMPT, WRITTEN, temperature=0.6)
+    written = packed["int4"].generate(PROMPT, WRITTEN, temperature=0.85)
     console.print("\nThe model in 4 bits goes on by itself:\n")
     console.print((PROMPT + written).decode(errors="replace"), style="green", highlight=False, markup=False)
     _draw(curves, picture, console)
@@ -43,7 +43,7 @@ def show(folder: Path, curves: dict[str, list[dict[str, Any]]], picture: Path, c
 
 def _table(trained: dict[str, ByteGPT], curves: dict[str, list[dict[str, Any]]], packed: dict[str, ByteGPT]) -> Table:
     """What each training sent and reached, then what the one in fp32 is worth in fewer bytes."""
-    table = Table("", "held-out loss", "MB", "ratio", "seconds")
+    table = Table("", "loss", "MB", "ratio", "seconds")
     plain = curves["fp32"][-1]["sent"]
     for way, model in track(trained.items(), "evaluating", transient=True):
         last = curves[way][-1]
@@ -54,7 +54,7 @@ def _table(trained: dict[str, ByteGPT], curves: dict[str, list[dict[str, Any]]],
     for codec, model in packed.items():
         size = _megabytes(model)
         table.add_row(f"then weights in {codec}", f"{_loss(model):.3f}", f"{size:.2f} held", f"{whole / size:.1f}x")
-    table.caption = "Loss in nats a byte. The loopback interface is fast; over a slow link, bytes decide."
+    table.caption = "Loss on held-out text, nats a byte. On a slow link, bytes decide the seconds."
     return table
 
 
