@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python3 bench/gpu_linear.py             checks, then times batches 1, 8, 16 and 64 at four shapes
     PYTHONPATH=src python3 bench/gpu_linear.py --sweep     tries other cuts of the work
+    ... --sweep-slices 32,64                               the same for cuda/slices.cu, at these batches
     ... --rivals --end-to-end                              other libraries' layers, and a 7B decoder's tokens a second
     ... --skip-check   --json PATH (default: $OUT/gpu_linear.json where OUT is set)
 
@@ -18,6 +19,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -26,8 +28,7 @@ from torch import Tensor
 
 import gpu_rivals
 import narrowcast as nc
-from narrowcast.kernels import gpu_linear, gpu_linear_tiles, nvrtc, reference
-from narrowcast.kernels import linear as multiply
+from narrowcast.kernels import gpu_linear, gpu_linear_slices, nvrtc, reference
 from narrowcast.kernels.layout import Recipe
 
 SHAPES = ((4096, 4096), (22016, 4096), (32000, 4096), (4096, 11008))
@@ -101,7 +102,7 @@ FUSED = (
     *("int4:block=256,scale=e8m0", "int4:scale=fp16", "fp8_e5m2", "fp8_e4m3:block=128", "apot8"),
 )
 OTHERS = ("int3", "int2", "int8:zero_point=true", "sign", "bf16", "apot5", "int4:block=24", "int6:block=row")
-BATCHES = ((1, True), (1, False), (2, True), (8, True), (13, False), (33, True), (65, False))
+BATCHES = ((1, True), (1, False), (2, True), (8, True), (13, False), (33, True), (64, False), (65, False), (300, False))
 
 
 def check(specs: tuple[str, ...]) -> int:
@@ -121,15 +122,7 @@ def check(specs: tuple[str, ...]) -> int:
             bias = torch.randn(n, device="cuda").to(dtype) if with_bias else None
             y = codec.linear(x, rows, bias)
             same = torch.equal(y, codec.linear(x, rows, bias))
-            exact = x.double() @ weight.t() + (0 if bias is None else bias.double())
-            size = x.double().abs() @ weight.abs().t() + (0 if bias is None else bias.double().abs())
-            # k fp32 additions, twice 2**-24 each since tensor cores cut instead of rounding; one rounding of each
-            # weight where x is not fp32; one of the result.
-            eps = torch.finfo(dtype).eps
-            bound = (
-                size * (k + 2) * 2.0**-23 + exact.abs() * eps / 2 + (size * eps / 2 if dtype != torch.float32 else 0)
-            )
-            bound = bound + torch.finfo(dtype).tiny
+            exact, bound = within(x, weight, bias)
             off = ((y.double() - exact).abs() / bound).max().item()
             total += 1
             if not (off <= 1 and same):
@@ -139,6 +132,19 @@ def check(specs: tuple[str, ...]) -> int:
                 )
     print(f"{total} results, {bad} outside their bound")
     return bad
+
+
+def within(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The exact result, and how far off one may be.
+
+    k fp32 additions, twice 2**-24 each since tensor cores cut instead of rounding; one rounding of each weight where x
+    is not fp32; one of the result.
+    """
+    exact = x.double() @ weight.t() + (0 if bias is None else bias.double())
+    size = x.double().abs() @ weight.abs().t() + (0 if bias is None else bias.double().abs())
+    eps, half = torch.finfo(x.dtype).eps, x.dtype != torch.float32
+    bound = size * (x.shape[1] + 2) * 2.0**-23 + exact.abs() * eps / 2 + (size * eps / 2 if half else 0)
+    return exact, bound + torch.finfo(x.dtype).tiny
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -179,7 +185,7 @@ def report(limit: float, batches: list[int]) -> list[dict[str, object]]:
 def sweep(limit: float) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     jobs = [("int4:block=128", 1), ("int4", 1), ("apot4", 1), ("int8", 8), ("int4", 8), ("int4", 16)]
-    jobs += [("int4", 32), ("int8:block=row", 32), ("int4", 64), ("int8:block=row", 64), ("apot4", 16)]
+    jobs += [("apot4", 16)]
     for (spec, batch), (n, k) in itertools.product(jobs, SHAPES):
         if batch > 1 and (n, k) not in SHAPES[:2]:
             continue
@@ -209,38 +215,62 @@ def sweep(limit: float) -> list[dict[str, object]]:
     return found
 
 
-def sweep_tiles() -> list[dict[str, object]]:
-    """Triton's tiles of other sizes, and decoding first, for batches that kernels/cuda leaves."""
+def sweep_slices(batches: list[int]) -> list[dict[str, object]]:
+    """Other divisions of slices.cu."""
+    jobs = list(itertools.product(CODECS[:5], batches, (SHAPES[1], SHAPES[0], SHAPES[3])))
+    made = {job: divisions(*job) for job in jobs}
+    with ThreadPoolExecutor(os.cpu_count(), initializer=lambda: torch.zeros(1, device="cuda")) as pool:
+        files, device = gpu_linear.sources("slices"), torch.cuda.current_device()
+        every = {slices.defines for ways in made.values() for slices in ways}
+        list(pool.map(lambda defines: nvrtc.function(files, "slices", defines, device, True), every))
     found: list[dict[str, object]] = []
-    for spec, batch, (n, k) in itertools.product(("int8:block=row", "int4"), (32, 64), SHAPES[:2]):
+    for (spec, batch, (n, k)), ways in made.items():
         codec = nc.codec(spec)
         rows = rows_of(codec, n, k)
         x = torch.randn(batch, k, device="cuda", dtype=torch.bfloat16)
         out = torch.empty(batch, n, device="cuda", dtype=torch.bfloat16)
         recipe, tried = codec._recipe(x.device), []
-        decoding = partial(decode_first, out, x, rows, recipe)
-        tried.append({"us": microseconds(decoding, len(rows), 3), "way": "decode, cuBLAS"})
-        ways = ((32, 64, 4, 4), (32, 128, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (64, 64, 8, 3), (128, 64, 8, 3))
-        for way in ways:
-            gpu_linear_tiles.TILES[batch] = way
-            try:
-                taken = microseconds(partial(in_tiles, out, x, rows, recipe), len(rows), 3)
-                tried.append({"us": taken, "way": way})
-            except Exception as error:
-                print("skipped", way, str(error).splitlines()[0][:100])
+        exact, bound = within(x, codec.decode(rows[0], k, dtype=torch.float32).double(), None)
+        for slices in ways:
+            in_slices(slices, out.fill_(torch.nan), x, rows, recipe, 0)
+            if not bool(((out.double() - exact).abs() <= bound).all()):
+                print("WRONG", spec, batch, n, k, slices)
+            taken = microseconds(partial(in_slices, slices, out, x, rows, recipe), len(rows), 3)
+            keys = {key: value for key, value in slices.defines if key in ("TEAM", "TALL", "KS", "STAGES")}
+            tried.append({"us": taken, "parts": slices.parts, "grid": slices.grid, **keys})
         tried.sort(key=lambda line: line["us"])
-        print(f"{spec} batch {batch} {n}x{k}", *(f"{line['us']:.1f} {line['way']}" for line in tried[:4]), sep="\n    ")
-        print("    decoding", next(line["us"] for line in tried if line["way"] == "decode, cuBLAS"))
+        print(f"{spec} batch {batch} {n}x{k}, {len(tried)} ways")
+        for line in tried[:6]:
+            print("   ", f"{line['us']:.2f}", {key: value for key, value in line.items() if key != "us"})
         found.append({"spec": spec, "batch": batch, "n": n, "k": k, "tried": tried})
     return found
 
 
-def decode_first(out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
-    multiply._in_tiles(out, x, rows[i], recipe, None)
+def divisions(spec: str, batch: int, shape: tuple[int, int]) -> list[gpu_linear_slices.Slices]:
+    """The ways to divide a product that are worth a try."""
+    recipe = nc.codec(spec)._recipe(torch.device("cuda"))
+    codes, block = gpu_linear.codes_of(recipe.format), gpu_linear._block(recipe.format, shape[1])
+    assert codes is not None
+    common = {"CODES": codes, "X": 2, "BIAS": -1, "SCALE": int(recipe.format.scale), "BLOCK": block, "UNROLL": 1}
+    room, made = gpu_linear._chip(torch.device("cuda", 0))[0], {}
+    ways = itertools.product((1, 4), (1, 2), (8, 12, 16), (3, 4))
+    for team, tall, warps, stages in ways:
+        tiles = -(-batch // 8) if team == 1 else next(count for count in (2, 4, 8) if batch <= 8 * count)
+        sums = tall * tiles * 4 * (2 if block else 1)
+        if sums > {16: 64, 12: 80}.get(warps, 160) or (team == 1 and (warps == 12 or stages > 3 or batch > 32)):
+            continue
+        fitting = 0
+        for parts in (1, 2, 3, 4, 6, 8, 11, 12, 16):
+            slices = gpu_linear_slices.divide(common, team, tiles, tall, warps, stages, parts, *shape, 132, room)
+            if slices is not None and fitting < 3:
+                fitting += 1
+                made[slices] = None
+    return list(made)
 
 
-def in_tiles(out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
-    gpu_linear_tiles.launch(out, x, rows[i], recipe, None)
+def in_slices(slices: gpu_linear_slices.Slices, out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
+    levels = gpu_linear.levels_of(recipe, x.dtype, x.device)
+    gpu_linear_slices.launch(slices, out, x, rows[i], recipe, levels, None)
 
 
 def launch(cut: gpu_linear.Cut, out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
@@ -276,7 +306,7 @@ def main() -> None:
     parser.add_argument("--skip-check", action="store_true")
     parser.add_argument("--fused", action="store_true", help="check only the formats that kernels/cuda takes")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--sweep-tiles", action="store_true")
+    parser.add_argument("--sweep-slices", default="", help="batches at which other divisions of slices.cu are tried")
     parser.add_argument("--rivals", action="store_true")
     parser.add_argument("--end-to-end", action="store_true")
     parser.add_argument("--batches", default="1,8,16,64")
@@ -292,9 +322,9 @@ def main() -> None:
     print(f"{found['machine']}, torch {torch.__version__}, reads {limit / 1e6:.2f} TB/s")
     if chosen.sweep:
         found["sweep"] = sweep(limit)
-    if chosen.sweep_tiles:
-        found["tiles"] = sweep_tiles()
-    found["lines"] = report(limit, [int(batch) for batch in chosen.batches.split(",")])
+    if chosen.sweep_slices:
+        found["slices"] = sweep_slices([int(batch) for batch in chosen.sweep_slices.split(",")])
+    found["lines"] = report(limit, [int(batch) for batch in chosen.batches.split(",") if batch])
     if chosen.rivals:
         found["rivals"] = gpu_rivals.rivals(SHAPES, microseconds, limit)
     if chosen.end_to_end:

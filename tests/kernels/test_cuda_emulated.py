@@ -149,11 +149,12 @@ def host(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(gpu_linear, "_compiles", lambda device: True)
     monkeypatch.setattr(gpu_linear, "_processors", lambda device: 2)
+    monkeypatch.setattr(gpu_linear, "_chip", lambda device: (200 << 10, True))
 
 
 def cut_of(case: Case, recipe: Recipe, n: int, k: int) -> Cut:
     """The cut of `plan` for the case's layer, with what the case changes, for n rows of k."""
-    codes = gpu_linear._codes(recipe.format)
+    codes = gpu_linear.codes_of(recipe.format)
     assert codes is not None
     kind, bias = gpu_linear.KINDS[case.dtype], -1 if case.bias is None else gpu_linear.KINDS[case.bias]
     layer = case.layer or (n, k)
@@ -308,7 +309,10 @@ def test_a_block_longer_than_the_row_is_one_scale_of_the_row(spec: str, batch: i
     assert torch.equal(launch(cut, x, data, recipe, bias), exact(x, data, recipe, bias))
 
 
-@pytest.mark.parametrize(("spec", "batch"), [("int8", 1), ("int8", 16), ("int4", 64), ("int4", 33), ("nf4", 40)])
+@pytest.mark.parametrize(
+    ("spec", "batch"),
+    [("int8", 1), ("int8", 16), ("int4", 65), ("int8", 33), ("nf4", 40), ("int4:block=96", 40), ("int8:block=row", 20)],
+)
 def test_a_call_is_launched_as_planned_in_parts_of_a_batch_too(spec: str, batch: int) -> None:
     recipe = nc.codec(spec)._recipe(CPU)
     case = Case(spec, batch, torch.bfloat16, torch.float32)

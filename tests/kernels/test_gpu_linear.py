@@ -1,6 +1,6 @@
 """Linear on encoded rows on a GPU: within the bound of fp32 sums, for every format, batch and dtype.
 
-On a CUDA machine both linear.cu and Triton run; elsewhere Triton alone, in its interpreter, in a process of its own.
+On a CUDA machine both kernels/cuda and Triton run; elsewhere Triton alone, in its interpreter, in a process of its own.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_every_codec_multiplies_within_the_bound(kernel: Kernel, codec: nc.Codec
 @here
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("spec", ["int8:block=row", "int8", "int4", "int4:block=128", "nf4", "apot4", "fp8_e4m3"])
-@pytest.mark.parametrize("batch", [1, 3, 8, 16, 17])
+@pytest.mark.parametrize("batch", [1, 3, 8, 16, 17, *((32, 33, 64) if CUDA else ())])
 def test_rows_of_many_blocks_multiply_within_the_bound(
     kernel: Kernel, spec: str, batch: int, dtype: torch.dtype
 ) -> None:

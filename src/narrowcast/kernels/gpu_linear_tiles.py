@@ -34,7 +34,7 @@ from narrowcast.kernels.layout import ROW, Recipe, layout
 OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 TILES = {16: (16, 128, 4, 3), 32: (32, 128, 4, 3), 64: (64, 128, 4, 3)}
-"""Rows, step, warps and stages for each padded batch; bench/gpu_linear.py --sweep-tiles tries others."""
+"""Rows, step, warps and stages for each padded batch: of six, about the best on an H200."""
 
 
 @triton.jit

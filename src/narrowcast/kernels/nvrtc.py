@@ -86,7 +86,8 @@ def function(
     """
     text = "".join(f"#define {key} {value}\n" for key, value in defines) + "".join(file.read_text() for file in sources)
     major, minor = torch.cuda.get_device_capability(device)
-    image = _compile(text, sources[-1].name, f"--gpu-architecture=sm_{major}{minor}")
+    # "a": with wgmma, which only Hopper has.
+    image = _compile(text, sources[-1].name, f"--gpu-architecture=sm_{major}{minor}{'a' if major == 9 else ''}")
     torch.cuda.current_stream()  # makes sure that the device has a context
     module, handle = c_void_p(), c_void_p()
     _check(_driver().cuModuleLoadData(byref(module), image))

@@ -19,6 +19,7 @@ struct alignas(16) float4 {
     float x, y, z, w;
 };
 
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline int min(int a, int b) { return a < b ? a : b; }

@@ -148,7 +148,8 @@ class Emulator:
 
 def program(sources: tuple[Path, ...], name: str, defines: tuple[tuple[str, int], ...]) -> str:
     """The kernel `name` of these files as a library for the CPU, whose one function is `launch`."""
-    kind, memory = re.findall(r"extern __shared__ (\w+) (\w+)\[\]", sources[-1].read_text())[0]
+    asked = re.findall(r"extern __shared__ (\w+) (\w+)\[\]", sources[-1].read_text())
+    kind, memory = asked[0] if asked else ("char", "nothing")
     own = [HERE / file.with_suffix(".h").name for file in sources]
     lines = [f"#define {key} {value}" for key, value in defines]
     lines += ['#include "cuda.h"', f"thread_local {kind} {memory}[{SHARED} / sizeof({kind})];"]

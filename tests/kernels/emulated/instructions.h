@@ -26,6 +26,39 @@ static inline u32 insert(u32 word, u32 mask, u32 base) { return (word & mask) ^ 
 static inline uint4 stream16(const void* p) { return *(const uint4*)p; }
 static inline void after_the_last() {}
 
+// A copy on its way arrives when its thread waits for it, as late as it may.
+struct Copy {
+    void* to;
+    char bytes[16];
+    int lot;
+};
+constexpr int COPIES = 512;  // that one thread may have on their way
+static Copy copies[1024][COPIES];
+static int on_their_way[1024], lots[1024];
+
+static inline u64 used_once() { return 0; }
+static inline void copy16(void* to, const void* from, bool some, u64) {
+    const int thread = threadIdx.x;
+    if (on_their_way[thread] == COPIES) return machine::fail("has too many copies on their way: COPIES of instructions.h", thread);
+    if ((size_t)to % 16 || (size_t)from % 16) return machine::fail("copies to or from where it is not aligned", thread);
+    Copy& one = copies[thread][on_their_way[thread]++];
+    one.to = to, one.lot = lots[thread];
+    memset(one.bytes, 0, 16);
+    if (some) memcpy(one.bytes, from, 16);
+}
+static inline void end_lot() { ++lots[threadIdx.x]; }
+template <int LEFT>
+static inline void await_lots() {
+    const int thread = threadIdx.x;
+    int kept = 0;
+    for (int i = 0; i < on_their_way[thread]; ++i) {
+        const Copy one = copies[thread][i];
+        if (one.lot < lots[thread] - LEFT) memcpy(one.to, one.bytes, 16);
+        else copies[thread][kept++] = one;
+    }
+    on_their_way[thread] = kept;
+}
+
 // To `digits` binary digits, none below 2^lowest; to the nearest, halfway to the even one.
 static inline double rounded(double value, int digits, int lowest) {
     if (value == 0 || !__builtin_isfinite(value)) return value;
@@ -103,4 +136,50 @@ static inline void multiply(void* const* brought) {
 static inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     Fragments mine = {{a0, a1, a2, a3}, {b0, b1}, c};
     machine::wait_in_warp(multiply, &mine);
+}
+
+static inline void show_tensor_cores() {}
+static inline void begin_products() {}
+static inline void end_products() {}
+template <int LEFT, int COUNT>
+static inline void await_products(float (&)[COUNT]) {}
+
+struct Shares {
+    u32 a[4];
+    const u16* b;
+    float* c;
+    int count;
+    bool more;
+};
+
+// A warp has sixteen of the rows, which do not depend on the others.
+static inline void multiply_shares(void* const* brought) {
+    float a[16][16];
+    const Shares& any = *(const Shares*)brought[0];
+    for (int lane = 0; lane < machine::WARP; ++lane) {
+        const Shares& mine = *(const Shares*)brought[lane];
+        if (mine.b != any.b || mine.more != any.more) return machine::fail("gives wgmma other arguments than its warp", threadIdx.x);
+        for (int half = 0; half < 2; ++half)
+            for (int i = 0; i < 4; ++i) a[lane / 4 + i % 2 * 8][i / 2 * 8 + lane % 4 * 2 + half] = x_value(mine.a[i] >> (16 * half));
+    }
+    for (int lane = 0; lane < machine::WARP; ++lane)
+        for (int i = 0; i < any.count; ++i) {
+            float& sum = ((const Shares*)brought[lane])->c[i];
+            const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            if (!any.more) sum = 0;
+            for (int k = 0; k < 16; ++k) sum += a[row][k] * x_value(any.b[(k / 8 * (any.count * 2) + column) * 8 + k % 8]);
+        }
+}
+
+typedef const u16* Place;
+template <int N>
+static inline Place place_of(const void* b) {
+    return (const u16*)b;
+}
+static inline Place further(Place b, int many) { return b + many * 8; }
+
+template <int COUNT>
+static inline void wgmma(float (&c)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, Place b, bool more) {
+    Shares mine = {{a0, a1, a2, a3}, b, c, COUNT, more};
+    machine::wait_in_warp(multiply_shares, &mine);
 }

@@ -30,6 +30,26 @@ __device__ __forceinline__ uint4 stream16(const void* p) {
     return v;
 }
 
+// For copies that leave L2 to others.
+__device__ __forceinline__ u64 used_once() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Sixteen bytes on their way to shared memory, past the registers; where there are none to read, zeros.
+__device__ __forceinline__ void copy16(void* to, const void* from, bool some, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
+                 :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from), "r"(some ? 16 : 0), "l"(policy) : "memory");
+}
+
+// What this thread has copied since the last time is one lot.
+__device__ __forceinline__ void end_lot() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all lots of this thread have arrived but the last LEFT.
+template <int LEFT>
+__device__ __forceinline__ void await_lots() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
+
 // The next kernel of the stream may be set up while this one runs; until here it neither reads nor writes anything.
 __device__ __forceinline__ void after_the_last() {
 #if __CUDA_ARCH__ >= 900
@@ -83,3 +103,67 @@ __device__ __forceinline__ void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u3
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #endif
 }
+
+// What was written to shared memory is there for tensor cores too, after the next barrier.
+__device__ __forceinline__ void show_tensor_cores() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+#if TEAM == 4
+// Products from here on may use registers that were written before; those of one lot are waited for together.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until all lots are done but the last LEFT. `c`, the sums, must not be read before.
+template <int LEFT, int COUNT>
+__device__ __forceinline__ void await_products(float (&c)[COUNT]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory");
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(c[i]) :: "memory");
+}
+
+#if X == 1
+#define HALVES "f16.f16"
+#else
+#define HALVES "bf16.bf16"
+#endif
+
+#define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define EIGHT(i) FOUR(i), FOUR(i + 4)
+
+// Where a matrix [.., N] of wgmma lies in shared memory, as [2 halves of k][N][8]; and `many` times 16 bytes further.
+typedef u64 Place;
+template <int N>
+__device__ __forceinline__ Place place_of(const void* b) {
+    const u32 from = (u32(__cvta_generic_to_shared(b)) & 0x3FFFF) >> 4;
+    return u64(128 >> 4) << 32 | N << 16 | from;  // bytes to eight more of N; to the other half
+}
+__device__ __forceinline__ Place further(Place b, int many) { return b + u32(many); }
+
+// c [64, N] += a [64, 16] b [16, N] of four warps, each with sixteen rows of a and c, spread as mma has them; where `more` is
+// not set, c is not read. Done when it was waited for.
+template <int COUNT>
+__device__ __forceinline__ void wgmma(float (&c)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, Place b, bool more) {
+    if constexpr (COUNT == 8)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32." HALVES " "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+                     "{%8, %9, %10, %11}, %12, p, 1, 1, 0; }"
+                     : EIGHT(0)
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(more)) : "memory");
+    else if constexpr (COUNT == 16)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." HALVES " "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+                     "{%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+                     : EIGHT(0), EIGHT(8)
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(more)) : "memory");
+    else if constexpr (COUNT == 32)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." HALVES " "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+                     "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+                     : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(more)) : "memory");
+}
+#endif

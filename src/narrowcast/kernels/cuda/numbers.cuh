@@ -13,18 +13,29 @@ __device__ __forceinline__ float number(const void* p, i64 i) {
     return KIND == 1 ? half_value(bits) : __uint_as_float(bits << 16);
 }
 
+constexpr int SCALE_BYTES = SCALE == 4 ? 1 : SCALE == 1 ? 4 : 2;
+
+__device__ __forceinline__ float e8m0_value(u32 e) { return __uint_as_float(e == 255 ? 0x7FC00000u : e << 23); }
+
 __device__ __forceinline__ float scale_at(const u8* scales, int i) {
     if (SCALE == 0) return 1.0f;
-    if (SCALE == 4) {
-        u32 e = __ldg(scales + i);
-        return __uint_as_float(e == 255 ? 0x7FC00000u : e << 23);
-    }
+    if (SCALE == 4) return e8m0_value(__ldg(scales + i));
     return number<SCALE == 1 ? 0 : SCALE == 2 ? 2 : 1>(scales, i);
 }
 
+// A scale that lies in shared memory.
+__device__ __forceinline__ float scale_here(const u8* p) {
+    if (SCALE == 4) return e8m0_value(*p);
+    if (SCALE == 1) return *(const float*)p;
+    const u32 bits = *(const u16*)p;
+    return SCALE == 3 ? half_value(bits) : __uint_as_float(bits << 16);
+}
+
+__device__ __forceinline__ u32 half_of_x(float value) { return X == 1 ? half_bits(value) : bfloat_bits(value); }
+
 __device__ __forceinline__ void store(void* y, i64 i, float value) {
     if (X == 0) ((float*)y)[i] = value;
-    else ((u16*)y)[i] = X == 1 ? half_bits(value) : bfloat_bits(value);
+    else ((u16*)y)[i] = half_of_x(value);
 }
 
 __device__ __forceinline__ float with_bias(float value, const void* bias, int row) {

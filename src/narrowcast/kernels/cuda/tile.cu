@@ -4,71 +4,14 @@
 // (levels: rounded once), sums run in fp32, scales are applied to sums of blocks. Which element of a row takes which place in
 // an mma does not matter as long as x takes the same: so lanes read their bytes as they come.
 //
-//   CODES  0 int8, 1 int4, 2 table of bytes (8-bit codes), 3 table of pairs (4-bit codes)
 //   WIDE   bytes of a row that a lane reads at a time.   TALL  sixteens of rows.   TILES  eights of rows of x, 0: one row
 //
 // Sums have a fixed order: a warp takes every KS-th chunk of a row, and the warps' sums are added in order.
 
-constexpr bool NARROW = CODES == 1 || CODES == 3;    // 4-bit codes
 constexpr int LANE = WIDE * (NARROW ? 2 : 1);        // elements of a row that one lane takes in one chunk: WIDE bytes
 constexpr int CHUNK = 4 * LANE;
 constexpr int UNITS = LANE / 8;                      // eight elements are a unit: two mma
 constexpr int GROUPS = BLOCK == 0 || BLOCK >= CHUNK ? 1 : CHUNK / BLOCK;  // blocks in a chunk; above 1 for one column only
-
-// A small integer q in the low bits of a half under this exponent is 1024 + q or 128 + q.
-constexpr u32 MAGIC = X == 1 ? 0x64086408u : 0x43084308u, OFFSET = X == 1 ? 0xE408E408u : 0xC308C308u;
-
-// Two 4-bit integers, four apart, as a pair of halves.
-__device__ __forceinline__ u32 nibbles(u32 word) { return plus(insert(word, 0x000F000Fu, MAGIC), OFFSET); }
-
-// Two neighbouring bytes, top bits flipped, as a pair of halves.
-__device__ __forceinline__ u32 bytes(u32 word, int high) {
-    if (X == 1) return plus(prmt(word, 0x64646464u, high ? 0x4342 : 0x4140), 0xE480E480u);  // 1024 + 128 + q
-    float a = __uint_as_float(prmt(word, 0x4B000000u, high ? 0x7442 : 0x7440)) - 8388736.0f;
-    float b = __uint_as_float(prmt(word, 0x4B000000u, high ? 0x7443 : 0x7441)) - 8388736.0f;
-    return bfloat_pair(a, b);
-}
-
-#if CODES >= 2
-// What a byte stands for, once for every lane: each has a bank of its own.
-__shared__ u32 table[256][32];
-#endif
-
-// The entry of byte AT of a word.
-template <int AT>
-__device__ __forceinline__ u32 entry(u32 word, u32 lane) {
-#if CODES >= 2
-    const u32 row = (AT ? word >> (8 * AT - 7) : word << 7) & 0x7F80;  // 128 bytes to an entry
-    return *(const u32*)((const char*)table + (row | lane * 4));
-#else
-    return 0;
-#endif
-}
-
-// The eight elements of one unit as four pairs; `x_pairs` orders x alike.
-__device__ __forceinline__ void pairs(const u32* words, u32 lane, u32* out) {
-    if (CODES == 0) {
-        u32 a = words[0] ^ 0x80808080u, b = words[1] ^ 0x80808080u;
-        out[0] = bytes(a, 0), out[1] = bytes(a, 1), out[2] = bytes(b, 0), out[3] = bytes(b, 1);
-    } else if (CODES == 1) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out[i] = nibbles(words[0] >> (4 * i));
-    } else if (CODES == 2) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            out[2 * i] = prmt(entry<0>(words[i], lane), entry<1>(words[i], lane), 0x5410);
-            out[2 * i + 1] = prmt(entry<2>(words[i], lane), entry<3>(words[i], lane), 0x5410);
-        }
-    } else {
-        out[0] = entry<0>(words[0], lane), out[1] = entry<1>(words[0], lane);
-        out[2] = entry<2>(words[0], lane), out[3] = entry<3>(words[0], lane);
-    }
-}
-
-__device__ __forceinline__ uint4 x_pairs(uint4 v) {
-    if (CODES != 1) return v;
-    return make_uint4(prmt(v.x, v.z, 0x5410), prmt(v.x, v.z, 0x7632), prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
-}
 
 struct Codes {
     u32 word[WIDE / 4];
@@ -137,11 +80,7 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) fetch(stages[i]);
 #if CODES >= 2
-#pragma unroll 4
-    for (int i = threadIdx.x; i < 256 * 8; i += KS * 32) {
-        const u32 v = __ldg(levels + i / 8);
-        ((uint4*)table)[i] = make_uint4(v, v, v, v);
-    }
+    fill_table(levels, KS * 32);
 #endif
     if (!TILES) {  // x in the order in which lanes want it, zeros to the chunk's end, and one chunk of zeros
 #pragma unroll 4
