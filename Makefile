@@ -10,18 +10,22 @@ CORE   := CMakeLists.txt $(wildcard src/narrowcast/kernels/native_core/*)
 help:            ## say what there is
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
 
-# torch comes first, by its exact version: a range would pull a GPU build where a CPU one is meant.
+# torch comes first, by its exact version: a range would pull a GPU build where a CPU one is meant. What builds the core
+# stays in the environment, so that a second install compiles nothing again.
+TOOLS   := 'scikit-build-core>=0.11' $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
+INSTALL := $(BIN)/pip install --quiet --no-build-isolation --editable
+
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet torch==2.13.0 $(TOOLS)
 	@touch $@
 
 $(VENV)/.core: $(VENV)/.torch pyproject.toml $(CORE)
-	$(BIN)/pip install --quiet --editable .
+	$(INSTALL) .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(INSTALL) '.[dev]'
 	@touch $@
 
 demo: $(VENV)/.core      ## train a small GPT with compressed gradients, quantize it, show both (two minutes)
@@ -36,7 +40,6 @@ coverage: $(VENV)/.dev   ## every test again, and which lines none of them runs
 	$(BIN)/pytest -n 2 -m "not soak and not gpu" --cov --cov-report=term
 
 docs: $(VENV)/.dev       ## build the site into site/, with warnings as errors
-	$(BIN)/pip install --quiet --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.dev       ## ruff and strict mypy
@@ -62,19 +65,17 @@ bench: $(VENV)/.dev      ## time the codecs against a plain copy
 	$(BIN)/python bench/codec.py
 
 linear: $(VENV)/.dev     ## time linear layers on encoded weights on the CPU, beside rivals
-	$(BIN)/pip install --quiet --editable '.[bench]'
+	$(INSTALL) '.[bench]'
 	PYTHONPATH=bench $(BIN)/python bench/linear.py --end-to-end --convert
 
 quality: $(VENV)/.dev    ## what each codec leaves of a real model
-	$(BIN)/pip install --quiet --editable '.[bench]'
+	$(INSTALL) '.[bench]'
 	$(BIN)/python bench/quality.py
 
 wire: $(VENV)/.dev       ## time the collectives on a network in a box (needs root)
-	$(BIN)/pip install --quiet --editable '.[plot]'
 	$(BIN)/python bench/wire.py --out bench/results
 
 training: $(VENV)/.dev   ## train over slow links on a network in a box, beside rivals (needs root; hours)
-	$(BIN)/pip install --quiet --editable '.[plot]'
 	$(BIN)/python bench/training.py --out bench/results
 
 sanitize: $(VENV)/.dev   ## the native core under AddressSanitizer and UndefinedBehaviorSanitizer
