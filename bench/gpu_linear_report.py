@@ -1,6 +1,6 @@
-"""Tables of bench/gpu_linear.py, out of the JSON of one run or of several on the same machine (one call there has a limit).
+"""Tables of bench/gpu_linear.py, out of the JSON of one run or of several on the same machine (a call has a limit).
 
-    python bench/gpu_linear_report.py RUN.json [RUN.json ...] > tables.md
+python bench/gpu_linear_report.py RUN.json [RUN.json ...] > tables.md
 """
 
 from __future__ import annotations
