@@ -41,6 +41,11 @@ SOON = 2.0
         ({"error_feedback": "sender"}, ["error_feedback='sender'", '"owner"', "below 8 bits"]),
         ({"warmup_steps": -1}, ["warmup_steps=-1", "0 or more"]),
         ({"warmup_steps": 2.5}, ["warmup_steps=2.5"]),
+        ({"schedule": 3}, ["schedule=3: ", "a function of the step", "None for no compression", "lambda step:"]),
+        ({"schedule": "int4"}, ["schedule='int4': ", "a function of the step", "lambda step:"]),
+        ({"schedule": lambda step: "int44"}, ["schedule(step=0): codec 'int44' does not exist", "'int4'"]),
+        ({"schedule": lambda step: "int44" if step == 5 else None, "warmup_steps": 5}, ["schedule(step=5): codec"]),
+        ({"schedule": lambda step: 4}, ["schedule(step=0): codec=4: expected a string"]),
         ({"exempt": "["}, ["exempt='['", "a regex"]),
         ({"exempt": [3]}, ["exempt=[3]", "a function (name, parameter) -> bool"]),
     ],
@@ -50,6 +55,12 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: list
         nc.GradientCompression(**options)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_schedule_is_asked_at_once_for_the_first_step_that_it_decides() -> None:
+    asked = []
+    nc.GradientCompression(schedule=asked.append, warmup_steps=7)
+    assert asked == [7]
 
 
 @pytest.mark.parametrize("model", [nn.Linear(3, 3), torch.compile(nn.Linear(3, 3), backend="eager"), 3])
@@ -78,6 +89,10 @@ def _wrong_uses(rank: int) -> dict[str, Any]:
     sparse = DDP(nn.Embedding(400, 4, sparse=True))
     nc.compress_gradients(sparse, "int8")
     found["sparse"] = faults.error_of(lambda: sparse(torch.tensor([1, 2])).sum().backward())[0]
+    unhooked = DDP(Given(SHAPES))
+    wrong: Any = 3
+    found["no schedule"] = faults.error_of(lambda: nc.compress_gradients(unhooked, "int4", schedule=wrong))[0]
+    nc.compress_gradients(unhooked, "int4")  # DDP's only hook is still to be had
     codec = "levels:table=0.0|1.0"
     late = DDP(Given(SHAPES))
     nc.compress_gradients(late, schedule=lambda step: codec if step else "int8")
@@ -165,7 +180,8 @@ def test_ranks_that_are_configured_differently_all_raise_the_same_before_anythin
         ("beside another", CollectiveError, "has a communication hook already"),
         ("by hand, too", RuntimeError, "can only be called once"),  # torch's own
         ("sparse", DtypeError, "sparse=False"),
-        ("schedule", SpecError, "no gradient sense"),
+        ("no schedule", SpecError, "schedule=3: "),
+        ("schedule", SpecError, "schedule(step=1): codec='levels:table=0.0|1.0' has no gradient sense"),
     ],
 )
 def test_wrong_uses_are_refused(name: str, kind: type, words: str, uses: list[Any]) -> None:

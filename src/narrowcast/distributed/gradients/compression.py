@@ -38,6 +38,8 @@ from narrowcast.distributed.gradients.options import (
     one_dimensional,
     plain_name,
     rule_of,
+    schedule_of,
+    scheduled,
     steps_of,
 )
 from narrowcast.distributed.gradients.telemetry import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log, norm
@@ -58,7 +60,8 @@ class GradientCompression:
     - `error_feedback`: keep what quantization loses, and send it along in the next step. True: at the sender and at
       the owner of a sum; "owner": there only, in 1/ranks of the memory; False. By default, on below 8 bits.
     - `warmup_steps`: so many first steps go uncompressed.
-    - `schedule(step)`: the codec of a step after those, in place of `codec`; None for no compression.
+    - `schedule(step)`: the codec of a step after those, in place of `codec`; None for no compression. It is called for
+      the first of them here already, so that one that cannot be is refused before training.
     - `exempt`: which parameters travel without loss: `(name, parameter) -> bool`, a regex or several (searched in the
       name), or None. By default those of one dimension. So do parameters with fewer elements than 128 a rank.
     - `model`: whose parameters they are; it gives residuals their names. Without it they are numbered as they come.
@@ -87,7 +90,8 @@ class GradientCompression:
         self.step = 0
         """The steps that are over."""
         self.process_group = process_group
-        self._schedule = schedule
+        self._schedule = schedule_of(schedule)
+        self.codec_at(self.warmup_steps)  # so that a wrong one raises now, not in backward, when DDP has its only hook
         self._exempt = rule_of(exempt)
         self._seed = checks.seed(seed)
         self._names: dict[int, str] = {}
@@ -173,8 +177,8 @@ class GradientCompression:
             return None, "warm-up"
         if self._schedule is None:
             return self.codec, ""
-        given = self._schedule(step)
-        return (None, "schedule") if given is None else (for_gradients(as_codec(given)), "")
+        codec = scheduled(self._schedule, step)
+        return codec, "schedule" if codec is None else ""
 
     def probe_for(self, found: BucketStats, step: int) -> Probe | None:
         """A probe, where it is time for one."""
