@@ -123,7 +123,7 @@ def test_the_table_of_codecs_has_a_line_for_each() -> None:
         (["quantize", "nowhere", "x"], "SRC='nowhere': no such file or folder"),
         (["quantize", "x.safetensors", "y", "--codec", "int9"], "codec 'int9' does not exist"),
         (["inspect", "x.safetensors", "--codecs", "int9"], "codec 'int9' does not exist"),
-        (["inspect", "x.safetensors", "--budget", "8", "--rules-out", "no/rules.toml"], "No such file or directory."),
+        (["inspect", "x.safetensors", "--budget", "8", "--rules-out", "no/rules.toml"], "there is no folder 'no'."),
         (["encode", "x.safetensors", "y.safetensors", "--codec", "int9"], "codec 'int9' does not exist"),
         (["plan", "--params", "1M", "--ranks", "2", "--bandwidth", "1gbit", "--codecs", "int9"], "codec 'int9'"),
         (["plan", "--params", "many", "--ranks", "2", "--bandwidth", "1gbit"], "--params 'many'"),

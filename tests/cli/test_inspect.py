@@ -225,7 +225,32 @@ def test_a_budget_that_cannot_be_names_the_smallest_that_can(tmp_path: Path, fil
     assert found
     assert not rules.exists()
     assert inspect(file, "--budget", found[1], "--rules-out", rules).exit_code == 0
-    assert inspect(file, "--budget", float(found[1]) - 0.002, "--rules-out", rules).exit_code == 2
+    assert inspect(file, "--budget", float(found[1]) - 0.002, "--rules-out", rules, "--overwrite").exit_code == 2
+
+
+def test_a_budget_writes_nothing_unless_it_is_asked_to(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (here / "rules.toml").write_text("mine")
+    result = inspect(file, "--budget", 5)
+    assert result.exit_code == 0
+    assert words(result).endswith("Keep this mix with --rules-out rules.toml. ")
+    assert as_json(file, "--budget", 5)["plan"]["rules"] is None
+    assert [(path.name, path.read_text()) for path in here.iterdir()] == [("rules.toml", "mine")]
+
+
+def test_rules_that_are_there_are_replaced_only_with_overwrite(tmp_path: Path, file: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text("mine")
+    result = inspect(file, "--budget", 5, "--rules-out", rules)
+    assert result.exit_code == 2
+    assert "rules.toml': is there already. Pass --overwrite, or name another file." in words(result)
+    assert rules.read_text() == "mine"
+    assert inspect(file, "--budget", 5, "--rules-out", rules, "--overwrite").exit_code == 0
+    assert "[rules]" in rules.read_text()
 
 
 # -- the figure ------------------------------------------------------------------------------------------------------

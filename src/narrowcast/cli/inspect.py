@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from narrowcast.cli.bars import share_bar
+from narrowcast.cli.places import check_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,14 +39,15 @@ def inspect(
     codecs: Annotated[str, typer.Option(help="The codecs to try, with commas; options go behind a colon.")] = CODECS,
     plot: Annotated[Path | None, typer.Option(help="Draw the ratios into this file (png, svg or pdf).")] = None,
     budget: Annotated[float | None, typer.Option(help="Bits per weight: find the best mix of the codecs.")] = None,
-    rules_out: Annotated[Path, typer.Option(help="Where --budget writes the mix.")] = Path("rules.toml"),
+    rules_out: Annotated[Path | None, typer.Option(help="Write the mix of --budget there, as TOML.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --rules-out.")] = False,
     skip: Annotated[list[str] | None, typer.Option(help="Leave modules alone whose names hold this (regex).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show each weight's shape, range, and signal-to-noise ratio in several codecs.
 
     With --budget, choose a codec for each weight so that the model has the least noise at that many bits per weight,
-    scales included, and write the rules for `narrowcast quantize --rules` and `quantize_(rules=...)`.
+    scales included. --rules-out keeps the mix: rules for `narrowcast quantize --rules` and `quantize_(rules=...)`.
 
     Example: narrowcast inspect model/ --budget 4.5 --rules-out rules.toml
     """
@@ -54,6 +56,8 @@ def inspect(
 
     if plot is not None:
         from narrowcast.cli import inspect_plot  # before the work: matplotlib may be missing
+    if rules_out is not None:
+        check_place(f"--rules-out {str(rules_out)!r}", rules_out, overwrite)
     chosen = parse_codecs(codecs)
     kept = [_expression(pattern) for pattern in skip or []]
     weights, others = weights_in(path)
@@ -62,7 +66,8 @@ def inspect(
     found = None
     if budget is not None:
         found = plan([line.statistics for line in free], [codec.spec for codec in chosen], budget)
-        _write(rules_out, rules(lines, kept, found))
+        if rules_out is not None:
+            _write(rules_out, rules(lines, kept, found))
     if plot is not None:
         inspect_plot.draw([line.statistics for line in lines if line.weight.codec is None], found, plot)
     if as_json:
@@ -172,7 +177,7 @@ def _number(value: float) -> str:
     return f"{value:.1f}" if math.isfinite(value) else str(value)
 
 
-def _summary(found: Plan, left: Sequence[Line], kept: Sequence[re.Pattern[str]], rules_out: Path) -> str:
+def _summary(found: Plan, left: Sequence[Line], kept: Sequence[re.Pattern[str]], rules_out: Path | None) -> str:
     certain = "no mix of these codecs does better" if found.exact else f"no mix exceeds {_bound(found):.2f} dB"
     text = [f"Best mix: {found.bits:.3f} bits per weight, mean SQNR {found.sqnr:.2f} dB; {certain}."]
     if found.uniform is not None:
@@ -181,7 +186,8 @@ def _summary(found: Plan, left: Sequence[Line], kept: Sequence[re.Pattern[str]],
     else:
         text.append("No single codec is within the budget.")
     text += [f"Left as it is: {line.weight.name} ({_why_not(line, kept)})." for line in left]
-    return "\n".join([*text, f"Rules written to {rules_out}."])
+    written = f"Rules written to {rules_out}." if rules_out else "Keep this mix with --rules-out rules.toml."
+    return "\n".join([*text, written])
 
 
 def _bound(found: Plan) -> float:
@@ -212,7 +218,7 @@ def _plain(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _plan_dict(found: Plan | None, rules_out: Path) -> dict[str, Any] | None:
+def _plan_dict(found: Plan | None, rules_out: Path | None) -> dict[str, Any] | None:
     if found is None:
         return None
     uniform = found.uniform
@@ -222,5 +228,5 @@ def _plan_dict(found: Plan | None, rules_out: Path) -> dict[str, Any] | None:
         "sqnr_db": _plain(found.sqnr),
         "exact": found.exact,
         "uniform": uniform and {"codec": uniform.codec, "bits": uniform.bits, "sqnr_db": _plain(uniform.sqnr)},
-        "rules": str(rules_out),
+        "rules": str(rules_out) if rules_out else None,
     }

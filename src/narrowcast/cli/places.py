@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from narrowcast.errors import CheckpointError, MissingFileError, TargetError
@@ -21,11 +22,24 @@ def check_target(path: Path, endings: tuple[str, ...], source: Path, overwrite: 
     """Refuse a target that is of another kind, is taken, or has no folder to be in."""
     if path.suffix not in endings:
         raise TargetError(f"DST={str(path)!r}: a file that ends in {' or '.join(endings)} is written.")
-    if not path.absolute().parent.is_dir():
-        raise TargetError(f"DST={str(path)!r}: there is no folder {str(path.parent)!r}. Make it first.")
     if path.exists() and path.samefile(source):
         raise TargetError(f"DST={str(path)!r}: is the source. Name another file; the original is never changed.")
+    check_place(f"DST={str(path)!r}", path, overwrite)
+
+
+def check_place(what: str, path: Path, overwrite: bool) -> None:
+    """Refuse a file to be written, which errors call `what`, that is taken or has no folder to be in."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise TargetError(f"{what}: there is no folder {str(path.parent)!r}. Make it first.")
     if path.is_dir():
-        raise TargetError(f"DST={str(path)!r}: is a folder. Name a file in it.")
+        raise TargetError(f"{what}: is a folder. Name a file in it.")
     if path.exists() and not overwrite:
-        raise TargetError(f"DST={str(path)!r}: is there already. Pass --overwrite, or name another file.")
+        raise TargetError(f"{what}: is there already. Pass --overwrite, or name another file.")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise TargetError(
+            f"{what}: nothing can be written to {str(path.parent)!r}: {error.strerror}. Name a folder that you may "
+            "write to."
+        ) from error
