@@ -22,7 +22,7 @@ SHAPE = GPTConfig(layers=2, width=128, heads=4, context=64)
 """Small and short: in the same seconds, many cheap steps were seen to reach a lower loss than few dear ones."""
 BATCH = 8
 """Sequences of a step, on each rank."""
-RATE = 8e-3
+RATE = 4e-3
 """The learning rate at its highest."""
 
 

@@ -43,7 +43,7 @@ def show(folder: Path, curves: dict[str, list[dict[str, Any]]], picture: Path, c
 
 def _table(trained: dict[str, ByteGPT], curves: dict[str, list[dict[str, Any]]], packed: dict[str, ByteGPT]) -> Table:
     """What each training sent and reached, then what the one in fp32 is worth in fewer bytes."""
-    table = Table("", "loss", "MB", "ratio", "seconds")
+    table = Table("", "loss", "MB", "ratio", "s, loopback")
     plain = curves["fp32"][-1]["sent"]
     for way, model in track(trained.items(), "evaluating", transient=True):
         last = curves[way][-1]
@@ -85,10 +85,13 @@ def _draw(curves: dict[str, list[dict[str, Any]]], picture: Path, console: Conso
         losses = torch.tensor([each["loss"] for each in said])
         window = max(1, len(losses) // 20)
         smooth = losses.unfold(0, window, 1).mean(1)
-        axes.plot([each["sent"] / 1e6 for each in said][window - 1 :], smooth, label=title)
+        (line,) = axes.plot([each["sent"] / 1e6 for each in said][window - 1 :], smooth)
+        end = said[-1]["sent"] / 1e6, float(smooth[-1])
+        place = {"textcoords": "offset points", "ha": "right", "va": "top"}
+        axes.annotate(title, end, (0, -6), color=line.get_color(), **place)
     axes.set(xscale="log", xlabel="megabytes sent by a rank", ylabel="training loss, nats a byte")
-    axes.legend()
-    partial = picture.with_name(f".{picture.stem}.part{picture.suffix or '.png'}")
+    axes.margins(y=0.12)
+    partial = picture.with_name(f".{picture.stem}.part{picture.suffix}")
     figure.savefig(partial, dpi=130)
     partial.replace(picture)
     console.print(f"\nLoss against megabytes sent: {picture}", highlight=False)
