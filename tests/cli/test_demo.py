@@ -9,6 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from narrowcast.cli import app
+from narrowcast.cli import demo as demo_module
+
 NARROWCAST = [sys.executable, "-c", "from narrowcast.cli import app; app()"]
 
 
@@ -27,6 +33,32 @@ def test_the_demo_trains_quantizes_writes_and_draws(tmp_path: Path) -> None:
         assert words in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["demo.png"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("x.foo", "draws .png, .svg or .pdf."),
+        ("x", "draws .png, .svg or .pdf."),
+        ("nodir/x.png", "there is no folder 'nodir'. Make it first."),
+        ("folder.png", "is a folder."),
+        pytest.param(
+            *("/proc/x.png", "nothing can be written to '/proc': "),
+            marks=pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux has a folder that takes no file"),
+        ),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_trained(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    started: list[object] = []
+    monkeypatch.setattr(demo_module, "_ranks", lambda *given: started.append(given) or [])
+    result = CliRunner().invoke(app, ["demo", "--picture", name])
+    assert (result.exit_code, result.stdout, started) == (2, "", [])
+    assert result.stderr.startswith(f"error: --picture {name!r}: {said}")
+    assert result.stderr.count("\n") == 1
 
 
 def running(session: int) -> bool:

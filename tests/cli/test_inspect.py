@@ -277,10 +277,11 @@ def test_a_figure_names_every_weight_and_codec_and_rings_the_chosen(tmp_path: Pa
     assert dots["chosen"] == dots["int4"]
 
 
-def test_a_figure_of_an_unknown_kind_is_refused(tmp_path: Path, file: Path) -> None:
-    result = inspect(file, "--plot", tmp_path / "figure.docx")
-    assert result.exit_code == 2
-    assert ".png, .svg or .pdf" in words(result)
+def test_a_figure_of_an_unknown_kind_or_nowhere_is_refused(tmp_path: Path, file: Path) -> None:
+    for name, said in (("figure.docx", ".png, .svg or .pdf"), ("nodir/figure.png", "there is no folder")):
+        result = inspect(file, "--plot", tmp_path / name, "--codecs", "int9")  # refused before the rest is looked at
+        assert result.exit_code == 2
+        assert said in words(result)
 
 
 def test_without_matplotlib_the_error_says_what_to_install(file: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from narrowcast.cli.bars import share_bar
-from narrowcast.cli.places import check_place
+from narrowcast.cli.places import check_picture, check_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +55,7 @@ def inspect(
     from narrowcast.sensitivity import plan
 
     if plot is not None:
+        check_picture("--plot", plot)
         from narrowcast.cli import inspect_plot  # before the work: matplotlib may be missing
     if rules_out is not None:
         check_place(f"--rules-out {str(rules_out)!r}", rules_out, overwrite)

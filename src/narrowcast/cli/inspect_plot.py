@@ -23,9 +23,7 @@ ROW = 0.22
 
 
 def draw(weights: Sequence[Statistics], found: Plan | None, path: Path) -> Figure:
-    """Draw the signal-to-noise ratio of every weight in every codec into a file."""
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise PlotError(f"--plot {str(path)!r}: a figure is written as .png, .svg or .pdf. Give one of these endings.")
+    """Draw the signal-to-noise ratio of every weight in every codec into a file (see `places.check_picture`)."""
     specs = list(weights[0].noise) if weights else []
     figure = Figure(figsize=(11, max(3.0, 1.6 + ROW * len(weights))), layout="constrained")
     axes = figure.add_subplot()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from narrowcast.errors import CheckpointError, MissingFileError, TargetError
+from narrowcast.errors import CheckpointError, MissingFileError, PlotError, TargetError
 
 
 def check_source(path: Path, endings: tuple[str, ...]) -> None:
@@ -25,6 +25,13 @@ def check_target(path: Path, endings: tuple[str, ...], source: Path, overwrite: 
     if path.exists() and path.samefile(source):
         raise TargetError(f"DST={str(path)!r}: is the source. Name another file; the original is never changed.")
     check_place(f"DST={str(path)!r}", path, overwrite)
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Refuse a picture of another kind, or in a place where it cannot be drawn. One that is there will be replaced."""
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise PlotError(f"{option} {str(path)!r}: draws .png, .svg or .pdf. Give one of these endings.")
+    check_place(f"{option} {str(path)!r}", path, overwrite=True)
 
 
 def check_place(what: str, path: Path, overwrite: bool) -> None:

@@ -20,6 +20,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from narrowcast.cli.places import check_picture
+
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
@@ -39,6 +41,7 @@ def demo(
 
     Example: narrowcast demo
     """
+    check_picture("--picture", picture)  # before the training: it takes minutes
     console = Console()
     console.print(
         f"A GPT of 0.5 million parameters reads the source of Python's standard library: {RANKS} ranks over gloo, "
