@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -48,6 +49,9 @@ SOON = 2.0
         ({"schedule": lambda step: 4}, ["schedule(step=0): codec=4: expected a string"]),
         ({"exempt": "["}, ["exempt='['", "a regex"]),
         ({"exempt": [3]}, ["exempt=[3]", "a function (name, parameter) -> bool"]),
+        ({"exempt": 3}, ["exempt=3: ", "a function (name, parameter) -> bool", 'exempt=["bias", "norm"]']),
+        ({"exempt": b"bias"}, ["exempt=b'bias': ", "a regex"]),
+        ({"exempt": [b"bias"]}, ["exempt=[b'bias']: ", "a regex", "bytes pattern"]),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: list[str]) -> None:
@@ -55,6 +59,12 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: list
         nc.GradientCompression(**options)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_rule_may_answer_with_a_match_or_none() -> None:
+    model = nn.Linear(2, 2)
+    state = nc.GradientCompression(exempt=lambda name, _: re.search("bias", name), model=model)  # type: ignore[arg-type, return-value]
+    assert state.exempts == {"weight": False, "bias": True}
 
 
 def test_a_schedule_is_asked_at_once_for_the_first_step_that_it_decides() -> None:

@@ -236,7 +236,7 @@ class GradientCompression:
     def _note(self, name: str, parameter: Tensor) -> None:
         self._names[id(parameter)] = name
         self.numels[name] = parameter.numel()
-        self.exempts[name] = self._exempt(name, parameter)
+        self.exempts[name] = bool(self._exempt(name, parameter))
 
     # -- what is counted ----------------------------------------------------------------------------------------------
 

@@ -82,11 +82,13 @@ def rule_of(exempt: Exempt) -> Callable[[str, Tensor], bool]:
         return lambda name, parameter: False
     if callable(exempt):
         return exempt
-    patterns = [exempt] if isinstance(exempt, str) else list(exempt)
     try:
-        found = [re.compile(pattern) for pattern in patterns]
+        found = [re.compile(pattern) for pattern in ([exempt] if isinstance(exempt, str) else exempt)]
+        for pattern in found:
+            pattern.search("")  # one of bytes cannot
     except (re.error, TypeError) as error:
         raise SpecError(
-            f"exempt={exempt!r}: a function (name, parameter) -> bool, a regex or a list of them, or None: {error}."
+            f"exempt={exempt!r}: a function (name, parameter) -> bool, a regex or a list of them, or None: {error}. "
+            'For example exempt=["bias", "norm"].'
         ) from error
     return lambda name, parameter: any(pattern.search(name) for pattern in found)
