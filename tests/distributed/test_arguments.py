@@ -11,8 +11,10 @@ import torch.distributed as dist
 from ranks import run
 from torch.distributed.device_mesh import init_device_mesh
 
+import narrowcast
 from narrowcast import distributed as ncd
 from narrowcast import errors
+from narrowcast.distributed import arguments
 
 X = torch.ones(4)
 F = ncd.functional
@@ -39,6 +41,51 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         )
         for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT, dist.ReduceOp.BAND)
     },
+    "a codec for op": (
+        lambda: ncd.all_reduce(X, "int8"),
+        errors.SpecError,
+        ["op=int8: ", "Did you mean codec='int8'?"],
+    ),
+    "a codec object for op": (
+        lambda: ncd.all_reduce(X, narrowcast.codec("int4:block=32")),
+        errors.SpecError,
+        ["Did you mean codec='int4:block=32'?"],
+    ),
+    "a mapping for op": (
+        lambda: ncd.all_reduce(X, {"name": "int4"}),
+        errors.SpecError,
+        ["Did you mean codec={'name': 'int4'}?"],
+    ),
+    "a codec for op over a mesh": (
+        lambda: ncd.all_reduce(X, "nf4", init_device_mesh("cpu", (1, 2))),
+        errors.SpecError,
+        ["Did you mean codec='nf4'?"],
+    ),
+    "a codec for op of reduce_scatter": (
+        lambda: ncd.reduce_scatter(X, [X, X], "bf16"),
+        errors.SpecError,
+        ["Did you mean codec='bf16'?"],
+    ),
+    "a codec for op of reduce_scatter_tensor": (
+        lambda: ncd.reduce_scatter_tensor(X, torch.ones(8), "int8"),
+        errors.SpecError,
+        ["Did you mean codec='int8'?"],
+    ),
+    "a codec for op, functional": (
+        lambda: F.all_reduce(X, "int8"),
+        errors.SpecError,
+        ["Did you mean codec='int8'?"],
+    ),
+    "a codec for op of a functional reduce_scatter": (
+        lambda: F.reduce_scatter(X, "int8"),
+        errors.SpecError,
+        ["Did you mean codec='int8'?"],
+    ),
+    "a codec for a group": (
+        lambda: ncd.all_gather([X, X], X, "int8"),  # type: ignore[arg-type]
+        errors.ShapeError,
+        ["group:", "ProcessGroup", "str", "Did you mean codec='int8'?"],
+    ),
     "reduce_scatter MAX": (
         lambda: ncd.reduce_scatter(X, [X, X], dist.ReduceOp.MAX),
         errors.SpecError,
@@ -196,6 +243,13 @@ def refusals(rank: int) -> dict[str, str]:
 
 def test_wrong_arguments_are_refused_in_words_that_name_them_and_the_fix() -> None:
     assert run(2, refusals) == [{}, {}]
+
+
+@pytest.mark.parametrize("op", ["max", "int44", "levels", None, 3, dist.ReduceOp.MAX])
+def test_what_is_no_codec_is_not_taken_for_one(op: object) -> None:
+    with pytest.raises(errors.SpecError, match=f"^op={op}: ") as raised:
+        arguments.reduction(op, 2, "all_reduce")
+    assert "Did you mean" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

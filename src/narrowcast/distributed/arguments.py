@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from narrowcast.codecs import Codec, checks
+from narrowcast.codecs import codec as as_codec
 from narrowcast.errors import CollectiveError, DtypeError, ShapeError, SpecError
 
 
@@ -23,7 +24,7 @@ def group_of(group: dist.ProcessGroup | None, op: str) -> dist.ProcessGroup | No
     if group is not None and not isinstance(group, dist.ProcessGroup):
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             return None
-        raise ShapeError(f"group: {op} expected a ProcessGroup, got {type(group).__name__}.")
+        raise ShapeError(f"group: {op} expected a ProcessGroup, got {type(group).__name__}.{_meant_as_codec(group)}")
     if c10d._rank_not_in_group(group):
         return None
     return group if group is not None else c10d._get_default_group()
@@ -77,10 +78,21 @@ def reduction(op: object, size: int, name: str) -> tuple[str, int]:
         return "sum", 1
     if op == dist.ReduceOp.AVG:
         return "avg", size
-    raise SpecError(
-        f"op={op!s}: {name} adds (ReduceOp.SUM) or averages (ReduceOp.AVG). Other reductions of quantized values have "
-        "no bound on their error, or are exact on the original only: use torch.distributed for them."
+    others = (
+        " Other reductions of quantized values have no bound on their error, or are exact on the original only: use "
+        "torch.distributed for them."
     )
+    raise SpecError(f"op={op!s}: {name} adds (ReduceOp.SUM) or averages (ReduceOp.AVG).{_meant_as_codec(op) or others}")
+
+
+def _meant_as_codec(value: object) -> str:
+    """A hint where a codec, which goes by keyword, stands in the place of another argument."""
+    try:
+        found = as_codec(value)  # type: ignore[arg-type]
+    except SpecError:
+        return ""
+    spec = found.spec if value is found else value
+    return f" Did you mean codec={spec!r}?"
 
 
 def splits(sizes: Sequence[int] | None, rows: int, ranks: int, name: str, of: str) -> list[int]:
