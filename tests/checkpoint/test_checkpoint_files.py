@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -15,6 +18,7 @@ import narrowcast as nc
 from cases import mixed, same_bits
 from narrowcast import Codec
 from narrowcast.checkpoint import files, load_state, read, save_state
+from narrowcast.checkpoint.files import Staging
 from narrowcast.checkpoint.header import NAMES
 from narrowcast.checkpoint.saving import size_in_bytes
 from narrowcast.errors import CheckpointError
@@ -331,6 +335,42 @@ def test_while_new_files_appear_the_old_index_is_gone_and_the_folder_is_refused(
     save_state({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path, max_shard_size=16)
     assert seen[-1] == "model.safetensors.index.json"
     assert len(seen) == 3
+
+
+def test_an_error_of_the_system_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "no" / "x.safetensors"
+    with pytest.raises(FileNotFoundError) as caught:
+        nc.save({"x": torch.zeros(2)}, path)
+    assert str(caught.value) == (
+        f"{path}: cannot be written: No such file or directory. Make the folder, or name one you may write to."
+    )
+    assert caught.value.errno == errno.ENOENT
+
+
+def staged(folder: Path, work: Callable[[], object]) -> None:
+    """A file called x, during whose writing something happens."""
+    with Staging(folder) as staging:
+        with staging.file("x"):
+            work()
+        staging.publish()
+
+
+def test_a_disk_that_is_full_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match=r"/x: cannot be written: No space left on device\. Free some space") as caught:
+        staged(tmp_path, Mock(side_effect=full))
+    assert caught.value.errno == errno.ENOSPC
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_name_that_became_a_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=rf"^{tmp_path}/x: cannot be written: Is a directory\."):
+        staged(tmp_path, (tmp_path / "x").mkdir)
+
+
+def test_an_error_about_another_file_is_left_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"^\[Errno 2\] No such file or directory: 'nowhere'$"):
+        staged(tmp_path, Path("nowhere").read_bytes)
 
 
 def test_bytes_are_on_the_disk_before_a_file_has_its_name_and_the_name_is_before_save_returns(

@@ -7,6 +7,7 @@ it was; only a killed process leaves its temporary files, which `sweep` removes.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import zlib
@@ -29,6 +30,7 @@ CHUNK = 1 << 24
 """Bytes between two looks at the clock and at Ctrl-C."""
 HEADER_LIMIT = 100_000_000
 """What the package safetensors accepts."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Entry(NamedTuple):
@@ -55,7 +57,7 @@ class Staging:
         """A new file, complete when the block ends."""
         temporary = self._folder / f".{name}.{secrets.token_hex(4)}{SUFFIX}"
         self._ready[temporary] = self._folder / name
-        with open(temporary, "xb") as file:
+        with self._named(temporary), open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -63,8 +65,25 @@ class Staging:
     def publish(self) -> None:
         """Give every file its name, in the order in which they were made."""
         for temporary, path in self._ready.items():
-            os.replace(temporary, path)
+            with self._named(temporary):
+                os.replace(temporary, path)
             sync(self._folder)
+
+    @contextmanager
+    def _named(self, temporary: Path) -> Iterator[None]:
+        """What the system says of the temporary file is said of the file that was asked for; the type stays."""
+        try:
+            yield
+        except OSError as error:
+            if str(error.filename) != str(temporary) and error.errno not in _FULL:
+                raise
+            full = error.errno in _FULL
+            fix = (
+                "Free some space, or name another place." if full else "Make the folder, or name one you may write to."
+            )
+            told = type(error)(f"{self._ready[temporary]}: cannot be written: {error.strerror}. {fix}")
+            told.errno = error.errno
+            raise told from error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for temporary in self._ready:
