@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.errors import CheckpointError, ModelMismatchError, NarrowcastError
+from narrowcast.errors import CheckpointError, ModelMismatchError, NarrowcastError, StateDictError
 from narrowcast.payload import EncodedRows
 
 
@@ -234,7 +234,10 @@ def test_a_float_file_does_not_go_into_a_quantized_model(tmp_path: Path) -> None
 
 def test_a_model_of_another_size_is_refused(tmp_path: Path) -> None:
     nc.save(small(), tmp_path / "x.safetensors")
-    refused(tmp_path / "x.safetensors", Small(128), error=NarrowcastError)
+    said = (
+        f"{tmp_path / 'x.safetensors'}: 'embed.weight': rows of a weight of shape [50, 64], but the model has [50, 128]"
+    )
+    refused(tmp_path / "x.safetensors", Small(128), said, "The model is as it was.", error=StateDictError)
     nc.save(small(0, None), tmp_path / "y.safetensors")
     refused(tmp_path / "y.safetensors", Small(128), "'embed.weight' is torch.float32 [50, 64] in the file")
 

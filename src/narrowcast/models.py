@@ -185,8 +185,11 @@ def _check_fit(
     twin = model
     if new or inputs:
         twin = _twin(model)
-        adopt(twin, new)
-        adopt_inputs(twin, inputs)
+        try:
+            adopt(twin, new)
+            adopt_inputs(twin, inputs)
+        except StateDictError as error:
+            raise StateDictError(f"{found.path}: {error} The model is as it was.") from error
     keys, stored = twin.state_dict(), found.stored
     grids = {key for name, module in twin.named_modules() for key in _checked_grid(found, module, name, sources)}
     for key, source in sources.items():

@@ -242,8 +242,8 @@ def test_metadata_that_lies_about_inputs_is_refused(tmp_path: Path) -> None:
 def test_adopting_inputs_changes_nothing_where_one_does_not_fit() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     nc.quantize_(model, "apot4:block=row,scale=fp32")
-    with pytest.raises(NarrowcastError, match=r"wanted\['1'\].*the model has a ReLU there"):
+    with pytest.raises(NarrowcastError, match=r"^'1': .*the model has a ReLU there"):
         adopt_inputs(model, {"0": (nc.codec("apot4"), True), "1": (nc.codec("apot4"), True)})
-    with pytest.raises(NarrowcastError, match=r"wanted\['2'\].*the model has nothing there"):
+    with pytest.raises(NarrowcastError, match=r"^'2': .*the model has nothing there"):
         adopt_inputs(model, {"0": (nc.codec("apot4"), True), "2": (nc.codec("apot4"), True)})
     assert type(model[0]) is nc.nn.Linear

@@ -43,19 +43,19 @@ def adopt(model: nn.Module, wanted: Mapping[str, Encoding]) -> None:
     for key, encoding in wanted.items():
         if present.get(key, encoding) != encoding:
             raise StateDictError(
-                f"wanted[{key!r}]: the model holds rows of {_described(present[key])} there, not of "
+                f"{key!r}: the model holds rows of {_described(present[key])} there, not of "
                 f"{_described(encoding)}. Call dequantize_(model) first, or start from a new model."
             )
         if key in present:
             continue
         weight = by_key.get(key)
         if weight is None:
-            raise StateDictError(f"wanted[{key!r}]: {_why_not(key, by_key, found)}")
+            raise StateDictError(f"{key!r}: {_why_not(key, by_key, found)}")
         _check(key, encoding, weight)
         first = chosen.setdefault(id(weight), (weight, encoding))[1]
         if first != encoding:
             raise StateDictError(
-                f"wanted[{key!r}]: {' and '.join(weight.names())} are one tied weight, but are described as "
+                f"{key!r}: {' and '.join(weight.names())} are one tied weight, but are described as "
                 f"{_described(first)} and {_described(encoding)}. Untie them in the model, or save it tied."
             )
     for weight, encoding in chosen.values():
@@ -75,7 +75,7 @@ def _check(key: str, encoding: Encoding, weight: Weight) -> None:
     shape = weight.slots[0].shape()
     if encoding.shape != shape:
         raise StateDictError(
-            f"wanted[{key!r}]: rows of a weight of shape {list(encoding.shape)}, but the model has {list(shape)} "
+            f"{key!r}: rows of a weight of shape {list(encoding.shape)}, but the model has {list(shape)} "
             "there. The file is another model's, or the model was built with another configuration."
         )
 

@@ -85,13 +85,13 @@ def _plan(name: str, module: nn.Module | None, codec: Codec, signed: bool) -> tu
     if base is None or isinstance(module, (layers.IntegerLayer, layers.QuantizedInput)):
         kind = "nothing" if module is None else f"a {type(module).__name__}"
         raise StateDictError(
-            f"wanted[{name!r}]: quantized inputs belong to a packed Linear or convolution, and the model has {kind} "
+            f"{name!r}: quantized inputs belong to a packed Linear or convolution, and the model has {kind} "
             "there. The file is another model's, or its keys have a prefix."
         )
     held = cast(OneWeight, module)._held["weight"]
     try:
         weight, inputs = codec_grid(held.codec), codec_grid(codec, signed)
     except SpecError as error:
-        raise StateDictError(f"wanted[{name!r}]: no layer can have been trained like that: {error}") from error
+        raise StateDictError(f"{name!r}: no layer can have been trained like that: {error}") from error
     quantizer = FakeQuantize(codec, learn=False, signed=signed, device=cast(OneWeight, module).weight.device)
     return layer_class(base, tuple(held.shape), weight, inputs), quantizer
