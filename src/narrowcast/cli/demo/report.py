@@ -43,7 +43,7 @@ def show(folder: Path, curves: dict[str, list[dict[str, Any]]], picture: Path, c
 
 def _table(trained: dict[str, ByteGPT], curves: dict[str, list[dict[str, Any]]], packed: dict[str, ByteGPT]) -> Table:
     """What each training sent and reached, then what the one in fp32 is worth in fewer bytes."""
-    table = Table("", "loss", "MB", "ratio", "s, loopback")
+    table = Table("", "loss", "MB", "ratio", "seconds")
     plain = curves["fp32"][-1]["sent"]
     for way, model in track(trained.items(), "evaluating", transient=True):
         last = curves[way][-1]
@@ -54,7 +54,7 @@ def _table(trained: dict[str, ByteGPT], curves: dict[str, list[dict[str, Any]]],
     for codec, model in packed.items():
         size = _megabytes(model)
         table.add_row(f"then weights in {codec}", f"{_loss(model):.3f}", f"{size:.2f} held", f"{whole / size:.1f}x")
-    table.caption = "Loss on held-out text, nats a byte. On a slow link, bytes decide the seconds."
+    table.caption = "Loss on held-out text, nats a byte. Seconds are over loopback: on a slow link, bytes decide."
     return table
 
 
