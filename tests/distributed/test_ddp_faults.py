@@ -96,7 +96,7 @@ def _wrong_uses(rank: int) -> dict[str, Any]:
     nc.compress_gradients(ddp, "int8")
     state = nc.GradientCompression("int8", model=ddp.module)
     found["by hand, too"] = faults.error_of(lambda: ddp.register_comm_hook(state, nc.gradient_hook))[0]
-    sparse = DDP(nn.Embedding(400, 4, sparse=True))
+    sparse = DDP(nn.Sequential(nn.Embedding(400, 4, sparse=True), nn.Linear(4, 4)))
     nc.compress_gradients(sparse, "int8")
     found["sparse"] = faults.error_of(lambda: sparse(torch.tensor([1, 2])).sum().backward())[0]
     unhooked = DDP(Given(SHAPES))
@@ -189,7 +189,11 @@ def test_ranks_that_are_configured_differently_all_raise_the_same_before_anythin
         ("twice", CollectiveError, "has a communication hook already"),
         ("beside another", CollectiveError, "has a communication hook already"),
         ("by hand, too", RuntimeError, "can only be called once"),  # torch's own
-        ("sparse", DtypeError, "sparse=False"),
+        (
+            "sparse",
+            DtypeError,
+            "0.weight: its gradient is sparse, and codecs take dense ones. Make the embedding with sparse=False.",
+        ),
         ("no schedule", SpecError, "schedule=3: "),
         ("schedule", SpecError, "schedule(step=1): codec='levels:table=0.0|1.0' has no gradient sense"),
     ],

@@ -45,8 +45,9 @@ def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.
     """For `ddp.register_comm_hook(state, gradient_hook)`: the average of a bucket over all ranks, compressed."""
     buffer = bucket.buffer()
     if buffer.is_sparse:
+        name = ", ".join(state.name_of(parameter) for parameter in bucket.parameters())  # DDP puts it in alone
         raise DtypeError(
-            "a bucket holds a sparse gradient, and codecs take dense ones. Make the embedding with sparse=False."
+            f"{name}: its gradient is sparse, and codecs take dense ones. Make the embedding with sparse=False."
         )
     first = buffer.storage_offset()
     offsets = [int(gradient.storage_offset() - first) for gradient in bucket.gradients()]
