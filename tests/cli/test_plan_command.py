@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,18 @@ def test_on_paper_a_fast_link_gets_none_and_the_table_says_so() -> None:
     assert "10,000,000 parameters, bf16 gradients" in out
     assert "on this machine" in out
     assert "none: no codec is faster." in out
+
+
+def test_on_paper_the_time_of_none_follows_from_what_is_printed() -> None:
+    code, out, _ = invoke("plan", "--params", "124M", "--ranks", "8", "--bandwidth", "1gbit", "--codecs", "none")
+    assert code == 0
+    words = r"(\d+) buckets.*: ([\d,]+) MB/s, (\d+) us a trip, (\d+) us a message for gloo's thread \(.*16 ranks\)"
+    found = re.search(words, out, re.DOTALL)
+    assert found, out
+    buckets, rate, trip, message = (float(number.replace(",", "")) for number in found.groups())
+    (row,) = (line.strip("│ ").split("│") for line in out.splitlines() if line.startswith("│"))
+    by_hand = float(row[1]) / rate + buckets * 2 * 7 * (trip + message) * 1e-6
+    assert float(row[2]) == pytest.approx(by_hand, rel=0.01)  # three digits are printed
 
 
 def test_what_to_consider_and_the_margin_are_the_users() -> None:

@@ -46,7 +46,7 @@ def plan(
 
     Live: torchrun --nproc-per-node 4 --no-python narrowcast plan --params 124M
 
-    On paper: narrowcast plan --params 7B --ranks 512 --bandwidth 10gbit
+    On paper: narrowcast plan --params 124M --ranks 8 --bandwidth 1gbit
     """
     count = int(_amount("--params", params, COUNTS, "124M or 7B", least=1))
     delay = _amount("--latency", latency, TIMES, "50us or 1ms")
@@ -163,7 +163,8 @@ def _show(made: Plan, count: int, live: bool, dtype: str, device: torch.device) 
     coded = "on every rank at once" if live else "on this machine, by itself"
     lines = (
         f"{count:,} parameters, {dtype} gradients, {len(made.buckets)} buckets, {made.ranks} ranks",
-        f"link, {source}: {_digits(link.bandwidth_bytes_per_s / 1e6)} MB/s, {_digits(link.latency_s * 1e6)} us a trip",
+        f"link, {source}: {_digits(link.bandwidth_bytes_per_s / 1e6)} MB/s, {_digits(link.latency_s * 1e6)} us a trip"
+        f"{_messages(link.message_s, device)}",
         f"coding, measured {coded}: {which_kernel('int8', device)}, {torch.get_num_threads()} threads\n",
     )
     console.print("\n".join(lines), highlight=False, markup=False)
@@ -179,6 +180,14 @@ def _show(made: Plan, count: int, live: bool, dtype: str, device: torch.device) 
         table.add_row(p.codec, _digits(p.bytes / 1e6), *times, mark, style="bold" if mark else None)
     console.print(table)
     console.print(made.reason, highlight=False, markup=False, soft_wrap=True)
+
+
+def _messages(seconds: float, device: torch.device) -> str:
+    """What a plan on paper adds for each message; a measured trip holds it already. See `link.MESSAGE_S`."""
+    if not seconds:
+        return ""
+    whose = "NCCL (assumed)" if device.type == "cuda" else "gloo's thread (measured with up to 16 ranks)"
+    return f", {_digits(seconds * 1e6)} us a message for {whose}"
 
 
 def _digits(value: float) -> str:
