@@ -247,6 +247,16 @@ def test_rules_that_cannot_be_are_a_usage_error(source: Path, tmp_path: Path, te
     assert not (tmp_path / "target").exists()
 
 
+def test_the_hint_about_toml_is_for_toml_that_is_there(source: Path, tmp_path: Path) -> None:
+    hint = "In TOML a regular expression goes into single quotes."
+    (tmp_path / "rules.toml").write_text("[rules")
+    (tmp_path / "rules.json").write_text("[rules")
+    assert hint in failed(2, source, tmp_path / "target", "--rules", tmp_path / "rules.toml")
+    assert hint not in failed(2, source, tmp_path / "target", "--rules", tmp_path / "rules.json")
+    said = failed(2, source, tmp_path / "target", "--rules", tmp_path / "nope.toml")
+    assert said.strip().endswith("nope.toml: cannot be read: No such file or directory. Check the path.")
+
+
 def test_arguments_that_cannot_be_are_usage_errors(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     assert "codec 'int44' does not exist" in failed(2, source, target, "--codec", "int44")

@@ -60,13 +60,15 @@ def _read_rules(path: Path | None) -> dict[str, Any] | None:
 
     if path is None:
         return None
-    read = json.loads if path.suffix == ".json" else _toml(path)
+    is_json = path.suffix == ".json"
+    read = json.loads if is_json else _toml(path)
     try:
         found = read(path.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise SpecError(
-            f"--rules {path}: cannot be read: {error}. In TOML a regular expression goes into single quotes."
-        ) from error
+    except OSError as error:
+        raise SpecError(f"--rules {path}: cannot be read: {error.strerror}. Check the path.") from error
+    except ValueError as error:
+        hint = "" if is_json else " In TOML a regular expression goes into single quotes."
+        raise SpecError(f"--rules {path}: cannot be read: {error}.{hint}") from error
     table = found.get("rules") if isinstance(found, dict) else None
     if not isinstance(table, dict) or len(found) > 1:
         raise SpecError(
