@@ -79,7 +79,7 @@ def test_defaults_are_64_and_bf16_at_4_bits_and_below_else_128_and_fp32(spec: st
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("int44", "int4"), ("fp8_e4m4", "fp8_e4m3"), ("nf", "nf4"), ("bf61", "bf16")]
+    ("name", "meant"), [("int44", "int4"), ("fp8_e4m4", "fp8_e4m3"), ("nf", "nf4"), ("bf61", "bf16"), ("INT4", "int4")]
 )
 def test_an_unknown_name_is_answered_with_the_nearest_and_with_all(name: str, meant: str) -> None:
     with pytest.raises(SpecError) as caught:

@@ -92,7 +92,7 @@ def _value(text: str) -> Any:
 def _make(name: str, options: dict[str, Any]) -> Codec:
     known = {**_CODECS, **_NEEDS_A_TABLE}
     if name not in known:
-        close = get_close_matches(name, known, n=1)
+        close = get_close_matches(name.lower(), known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise SpecError(f"codec {name!r} does not exist.{hint} There are: {', '.join(known)}.")
     cls, make = known[name]
