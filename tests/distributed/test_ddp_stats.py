@@ -6,6 +6,7 @@ import gc
 import math
 import re
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from trained import FEW, SHAPES, Expected, Given, Named, given
 import narrowcast as nc
 from cases import same_bits
 from narrowcast.distributed.agreement import header_bytes
+from narrowcast.distributed.gradients.telemetry import BucketStats, GradientStats
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -48,7 +50,7 @@ def _equal(one: Named, other: Named) -> bool:
 
 def warm_up(rank: int) -> Any:
     found, state = _train(rank, 4, codec="int4", warmup_steps=2)
-    return found, state.stats()
+    return found, state.stats(), str(state)
 
 
 def schedule(rank: int) -> Any:
@@ -56,7 +58,7 @@ def schedule(rank: int) -> Any:
     found, state = _train(
         rank, 5, codec="int8", schedule=lambda step: (None, "int8", "int2", None, nc.codec("int4"))[step]
     )
-    return found, state.stats(), state.error_feedback
+    return found, state.stats(), state.error_feedback, str(state)
 
 
 def small_buckets(rank: int) -> Any:
@@ -66,7 +68,7 @@ def small_buckets(rank: int) -> Any:
 
 def none_at_all(rank: int) -> Any:
     found, state = _train(rank, 2, codec=None)
-    return found, state.stats()
+    return found, state.stats(), str(state)
 
 
 def all_exempt(rank: int) -> Any:
@@ -159,7 +161,7 @@ def test_warm_up_steps_are_exact_averages_and_leave_no_residuals(played: list[di
     expected = Expected(nc.codec("int4"), WORLD, True)
     right = [_averages(0), _averages(1), expected.step(_of_all(2)), expected.step(_of_all(3))]
     for of_rank in played:
-        found, stats = of_rank["warm_up"]
+        found, stats, _ = of_rank["warm_up"]
         assert all(_equal(one, other) for one, other in zip(found, right, strict=True))
         assert stats.uncompressed == {"warm-up": 2}
         assert stats.steps == 4
@@ -175,7 +177,7 @@ def test_a_schedule_says_the_codec_of_each_step_and_residuals_outlast_a_change(p
         expected.step(_of_all(4), nc.codec("int4")),
     ]
     for of_rank in played:
-        found, stats, feedback = of_rank["schedule"]
+        found, stats, feedback, _ = of_rank["schedule"]
         assert feedback is True
         assert all(_equal(one, other) for one, other in zip(found, right, strict=True))
         assert stats.uncompressed == {"schedule": 2}
@@ -192,7 +194,7 @@ def test_buckets_with_nothing_to_compress_are_counted_with_the_reason(played: li
         found, stats = of_rank["all_exempt"]
         assert all(_equal(one, _averages(step)) for step, one in enumerate(found))
         assert stats.uncompressed == {"nothing to compress": 2}
-        found, stats = of_rank["none_at_all"]
+        found, stats, _ = of_rank["none_at_all"]
         for step, one in enumerate(found):
             for name, right in _averages(step).items():
                 # torch divides first and adds in its own order: three roundings of at most the largest addend.
@@ -265,6 +267,87 @@ def test_seconds_add_up(played: list[dict[str, Any]]) -> None:
         for stats in of_rank["bytes_of"].values():
             assert 0 < stats.exposed_seconds <= stats.busy_seconds
             assert stats.hidden_seconds == stats.busy_seconds - stats.exposed_seconds
+
+
+def _bucket(index: int, sqnr: float) -> BucketStats:
+    return BucketStats(index, 1000, 0, "int4", sqnr=sqnr)
+
+
+STATS = GradientStats(10, 2_600_000, 366_000, 0.12, 0.074, {0: _bucket(0, 20.14)})
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({}, "10 steps, 366 kB sent in place of 2.6 MB (7.1x fewer), 0.07 s not hidden, SQNR 20.1 dB"),
+        (
+            {"buckets": {i: _bucket(i, sqnr) for i, sqnr in enumerate((23.0, 19.86, math.nan, math.inf))}},
+            "10 steps, 366 kB sent in place of 2.6 MB (7.1x fewer), 0.07 s not hidden, SQNR 19.9 to 23.0 dB",
+        ),
+        (
+            {"buckets": {}, "uncompressed": {"warm-up": 2, "nothing to compress": 1}},
+            "10 steps, 366 kB sent in place of 2.6 MB (7.1x fewer), 0.07 s not hidden; "
+            "uncompressed: 2 (warm-up), 1 (nothing to compress)",
+        ),
+        (
+            {"gather_plain_bytes": 7_000_000_000, "gather_sent_bytes": 1_750_400_000},
+            "10 steps, 366 kB sent in place of 2.6 MB (7.1x fewer), parameters 1.75 GB in place of 7 GB, "
+            "0.07 s not hidden, SQNR 20.1 dB",
+        ),
+        (
+            {"steps": 1, "plain_bytes": 600, "sent_bytes": 999_600, "exposed_seconds": 71.0, "buckets": {}},
+            "1 step, 1 MB sent in place of 600 B, 71.00 s not hidden",  # headers
+        ),
+    ],
+)
+def test_stats_print_as_one_line(changed: dict[str, Any], line: str) -> None:
+    assert str(replace(STATS, **changed)) == line
+    assert f"{replace(STATS, **changed)!r}".startswith("GradientStats(steps=")
+
+
+def test_where_nothing_travels_the_line_says_so() -> None:
+    assert str(GradientStats(steps=3)) == "3 steps, nothing sent"
+
+
+@pytest.mark.parametrize(
+    ("options", "head"),
+    [
+        ({"codec": "int4"}, "int4, error feedback"),
+        ({"codec": "int8:block=32"}, "int8:block=32"),
+        ({"codec": "int8", "error_feedback": "owner"}, "int8, error feedback at the owner"),
+        ({"codec": "auto"}, "auto, not chosen yet"),
+        ({"codec": None}, "no codec"),
+        ({"schedule": lambda step: None}, "schedule, error feedback"),
+    ],
+)
+def test_a_compression_prints_what_it_is_and_what_it_has_cost(options: dict[str, Any], head: str) -> None:
+    state = nc.GradientCompression(**options)
+    assert str(state) == f"{head}: 0 steps, nothing sent"
+    state.step = 3
+    assert str(state) == f"{head}: 3 steps, nothing sent"
+
+
+@pytest.mark.parametrize(("codec", "head"), [("int4", "auto: int4, error feedback"), (None, "auto: no codec")])
+def test_what_auto_has_chosen_is_printed(codec: str | None, head: str) -> None:
+    state = nc.GradientCompression("auto")
+    state.load_state_dict({**nc.GradientCompression(codec).state_dict(), "step": 2})
+    assert str(state) == f"{head}: 2 steps, nothing sent"
+
+
+def test_what_is_printed_is_what_was_counted(played: list[dict[str, Any]]) -> None:
+    for of_rank in played:
+        *_, stats, said = of_rank["warm_up"]
+        assert said == f"int4, error feedback: {stats}"
+        assert re.fullmatch(
+            r"int4, error feedback: 4 steps, \d.* sent in place of \d.* \(\d\.\dx fewer\), \d+\.\d\d s not hidden, "
+            r"SQNR 2\d\.\d dB; uncompressed: 2 \(warm-up\)",
+            said,
+        )
+        *_, stats, said = of_rank["none_at_all"]
+        assert said == f"no codec: {stats}"
+        assert re.fullmatch(r"no codec: 2 steps, (.*) sent in place of \1; uncompressed: 2 \(codec=None\)", said)
+        _, stats, _, said = of_rank["schedule"]
+        assert said == f"schedule, error feedback: {stats}"
 
 
 def test_log_writes_every_number_to_a_summary_writer(played: list[dict[str, Any]]) -> None:

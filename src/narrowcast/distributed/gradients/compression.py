@@ -250,6 +250,16 @@ class GradientCompression:
             stats.residual_bytes = sum(arguments.nbytes(tensor) for tensor in (*sender, *owner))
         return stats
 
+    def __str__(self) -> str:
+        """A line: in what gradients travel, and `stats()`."""
+        codec = "no codec" if self.codec is None else self.codec.spec
+        if self._schedule is not None:
+            codec = "schedule"
+        elif self._auto:
+            codec = f"auto: {codec}" if self._chosen else "auto, not chosen yet"
+        feedback = {True: ", error feedback", "owner": ", error feedback at the owner", False: ""}[self.error_feedback]
+        return f"{codec}{feedback}: {self.stats()}"
+
     def log(self, writer: Any, step: int | None = None, prefix: str = "gradients/") -> None:
         """Write `stats()` to a TensorBoard SummaryWriter."""
         log(self.stats(), writer, self.step if step is None else step, prefix)

@@ -100,6 +100,26 @@ class GradientStats:
     def hidden_seconds(self) -> float:
         return max(0.0, self.busy_seconds - self.exposed_seconds)
 
+    def __str__(self) -> str:
+        """A line of what matters most; `repr` has all of it."""
+        words = [f"{self.steps} step{'' if self.steps == 1 else 's'}", self._sent()]
+        if self.gather_plain_bytes:
+            words.append(f"parameters {_bytes(self.gather_sent_bytes)} in place of {_bytes(self.gather_plain_bytes)}")
+        if self.busy_seconds:
+            words.append(f"{self.exposed_seconds:.2f} s not hidden")
+        probed = [bucket.sqnr for bucket in self.buckets.values() if math.isfinite(bucket.sqnr)]
+        ends = dict.fromkeys(f"{end:.1f}" for end in (min(probed), max(probed))) if probed else {}
+        if ends:
+            words.append(f"SQNR {' to '.join(ends)} dB")
+        reasons = ", ".join(f"{count} ({reason})" for reason, count in self.uncompressed.items())
+        return ", ".join(words) + (f"; uncompressed: {reasons}" if reasons else "")
+
+    def _sent(self) -> str:
+        if not self.sent_bytes:
+            return "nothing sent"
+        fewer = f" ({self.ratio:.1f}x fewer)" if self.sent_bytes < self.plain_bytes else ""
+        return f"{_bytes(self.sent_bytes)} sent in place of {_bytes(self.plain_bytes)}{fewer}"
+
     def unprobed(self, found: BucketStats) -> bool:
         """Whether nothing is known of such a bucket's quantization."""
         before = self.buckets.get(found.index)
@@ -141,6 +161,14 @@ def log(stats: GradientStats, writer: Any, step: int, prefix: str) -> None:
     """Write `stats` to a TensorBoard `SummaryWriter`, or anything with its `add_scalar`."""
     for name, value in stats.scalars().items():
         writer.add_scalar(f"{prefix}{name}", value, step)
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
 
 
 def norm(tensors: Sequence[Tensor]) -> float:
