@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from forge import Tensors, about, forged, plain, raw, seal
 
@@ -62,6 +64,22 @@ def test_the_forged_file_is_good_before_anything_is_changed(tmp_path: Path) -> N
 def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
     refused(tmp_path / "x.safetensors", "not a whole safetensors file", "cut off, damaged, or is of another kind")
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.pth", "pytorch_model.bin", "x.ckpt", "X.PT"])
+def test_a_pickle_is_named_as_one_with_what_to_do(tmp_path: Path, name: str) -> None:
+    torch.save({"weight": torch.zeros(2, 2)}, tmp_path / name)
+    refused(tmp_path / name, "a pickle; save it with safetensors.torch.save_file, or use nc.quantize_ in Python.")
+
+
+def test_an_array_of_numpys_is_named_as_one_with_what_to_do(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(8))
+    refused(tmp_path / "a.npy", "no safetensors file. narrowcast encode takes .npy files.")
+
+
+def test_a_safetensors_file_may_have_any_name(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"x": torch.zeros(2)}, tmp_path / "x.bin")
+    assert load_state(tmp_path / "x.bin").keys() == {"x"}
 
 
 def entry(**changes: Any) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from narrowcast.codecs import Codec
 from narrowcast.errors import CheckpointError, MissingFileError
 from narrowcast.payload import EncodedRows, Encoding
 
+PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+"""The endings of what torch.save writes."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -39,10 +41,7 @@ class File:
             with safe_open(path, "pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path}: not a whole safetensors file: {error}. It was cut off, damaged, or is of another kind (a "
-                "pickle that was renamed, say). Copy or save it again."
-            ) from error
+            raise CheckpointError(f"{path}: {_kind(path, error)}") from error
         with open(path, "rb") as file:
             self.contents = contents_of(file.read(int.from_bytes(file.read(8), "little")), str(path))
 
@@ -156,6 +155,19 @@ def load_state(
         found = moved[stored] if stored in moved else tensor.to(device or "cpu")
         moved[name] = found
     return {name: EncodedRows(own, *encodings[name]) if name in encodings else own for name, own in moved.items()}
+
+
+def _kind(path: Path, error: Exception) -> str:
+    """Why a file is not read, by its ending where that tells."""
+    ending = path.suffix.lower()
+    if ending in PICKLES:
+        return "a pickle; save it with safetensors.torch.save_file, or use nc.quantize_ in Python."
+    if ending in (".npy", ".npz"):
+        return "numpy's, and no safetensors file. narrowcast encode takes .npy files."
+    return (
+        f"not a whole safetensors file: {error}. It was cut off, damaged, or is of another kind (a pickle that was "
+        "renamed, say). Copy or save it again."
+    )
 
 
 def _check_regular(path: Path) -> None:
