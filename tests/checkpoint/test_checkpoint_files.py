@@ -347,6 +347,19 @@ def test_an_error_of_the_system_names_the_file_that_was_asked_for(tmp_path: Path
     assert caught.value.errno == errno.ENOENT
 
 
+@pytest.mark.parametrize("ending", [".pt", ".pth", ".bin", ".ckpt", ".PT"])
+def test_the_name_of_a_pickle_is_refused_and_makes_no_folder(tmp_path: Path, ending: str) -> None:
+    with pytest.raises(CheckpointError, match=r"no pickles\. Write '.*/ok\.safetensors' for a file, or '.*/ok' for a"):
+        nc.save({"x": torch.zeros(2)}, tmp_path / f"ok{ending}")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_that_is_there_may_be_called_anything(tmp_path: Path) -> None:
+    (tmp_path / "epoch.ckpt").mkdir()
+    nc.save({"x": torch.zeros(2)}, tmp_path / "epoch.ckpt")
+    assert_same(load_state(tmp_path / "epoch.ckpt"), {"x": torch.zeros(2)})
+
+
 def staged(folder: Path, work: Callable[[], object]) -> None:
     """A file called x, during whose writing something happens."""
     with Staging(folder) as staging:

@@ -122,6 +122,7 @@ def test_the_table_of_codecs_has_a_line_for_each() -> None:
         (["inspect", "nowhere"], "nowhere: no such file or folder"),
         (["quantize", "nowhere", "x"], "SRC='nowhere': no such file or folder"),
         (["quantize", "x.safetensors", "y", "--codec", "int9"], "codec 'int9' does not exist"),
+        (["quantize", "x.safetensors", "y.pt"], "DST='y.pt': safetensors files are written, no pickles."),
         (["inspect", "x.safetensors", "--codecs", "int9"], "codec 'int9' does not exist"),
         (["inspect", "x.safetensors", "--budget", "8", "--rules-out", "no/rules.toml"], "there is no folder 'no'."),
         (["encode", "x.safetensors", "y.safetensors", "--codec", "int9"], "codec 'int9' does not exist"),

@@ -24,7 +24,7 @@ from narrowcast.checkpoint.companions import companions, config_of, copy_compani
 from narrowcast.checkpoint.files import SUFFIX, Entry, Staging, sweep, write_tensors
 from narrowcast.checkpoint.header import Stored
 from narrowcast.checkpoint.reading import INDEX, SINGLE, Checkpoint, File, read
-from narrowcast.checkpoint.saving import index, shard_names, shards, size_in_bytes
+from narrowcast.checkpoint.saving import check_ending, index, shard_names, shards, size_in_bytes
 from narrowcast.checkpoint.selection import Choice, choose, module_name, refuse_transposed
 from narrowcast.codecs.rules import CodecLike, Rules, compile_rules
 from narrowcast.errors import CheckpointError, MissingFileError, QuantizeError, TargetError
@@ -92,6 +92,7 @@ class Conversion:
                 raise TargetError(f"DST={str(target)!r}: is there already. Pass --overwrite, or name another file.")
             self.folder.mkdir(parents=True, exist_ok=True)
             return
+        check_ending(f"DST={str(target)!r}", target)
         if target.exists() and not target.is_dir():
             raise TargetError(f"DST={str(target)!r}: is a file. Name a folder, or a file that ends in .safetensors.")
         target.mkdir(parents=True, exist_ok=True)

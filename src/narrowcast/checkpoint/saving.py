@@ -23,7 +23,7 @@ from torch import Tensor
 
 from narrowcast.checkpoint.files import Entry, Staging, sync, write_tensors
 from narrowcast.checkpoint.header import NAMES, Stored, clip_of
-from narrowcast.checkpoint.reading import INDEX, SINGLE
+from narrowcast.checkpoint.reading import INDEX, PICKLES, SINGLE
 from narrowcast.codecs import Codec
 from narrowcast.errors import CheckpointError
 from narrowcast.payload import EncodedRows, Encoding
@@ -46,6 +46,7 @@ def save_state(
     `inputs`: the layers that quantize their inputs, by name: the codec, and whether its grid is signed.
     """
     path, user, limit = Path(path), _plain(metadata), size_in_bytes(max_shard_size)
+    check_ending(f"path={str(path)!r}", path)
     entries, tied = plan(state)
     if path.suffix == ".safetensors" and not path.is_dir():
         with Staging(path.parent) as staging:
@@ -57,6 +58,15 @@ def save_state(
         raise CheckpointError(f"path={str(path)!r}: is a file. Name a folder, or a file that ends in .safetensors.")
     path.mkdir(parents=True, exist_ok=True)
     _save_folder(path, shards(entries, limit), tied, user, inputs or {})
+
+
+def check_ending(what: str, path: Path) -> None:
+    """Refuse a new folder, which errors call `what`, with the name of a pickle: a file was meant."""
+    if path.suffix.lower() in PICKLES and not path.is_dir():
+        raise CheckpointError(
+            f"{what}: safetensors files are written, no pickles. Write {str(path.with_suffix('.safetensors'))!r} for a "
+            f"file, or {str(path.with_suffix(''))!r} for a folder."
+        )
 
 
 def _save_folder(
