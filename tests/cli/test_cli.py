@@ -159,6 +159,16 @@ def test_a_disk_that_is_full_is_one_line_and_1() -> None:
     assert (done.returncode, done.stderr) == (1, "error: No space left on device.\n")
 
 
+@pytest.mark.parametrize("words", [["codecs"], ["codecs", "--json"], ["--help"], ["--version"]], ids=" ".join)
+def test_output_that_nobody_reads_ends_it_with_141_and_no_word(words: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "narrowcast.cli", *words]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_a_mistake_in_narrowcast_keeps_its_traceback() -> None:
     code = (
         "import typer; from narrowcast.cli.failing import Commands\n"

@@ -12,7 +12,10 @@ import typer
 from narrowcast.cli import bench, codecs, demo, doctor, files, inspect, plan, quantize
 from narrowcast.cli.failing import Commands
 
-CODES = "Exit codes: 0 done; 1 failed on the way, or doctor found a fault; 2 wrong arguments or files; 130 Ctrl-C."
+CODES = (
+    "Exit codes: 0 done; 1 failed on the way, or doctor found a fault; 2 wrong arguments or files; 130 Ctrl-C; "
+    "141 nobody reads what it prints."
+)
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=CODES

@@ -4,6 +4,7 @@
     1    it failed on the way (a full disk, a rank that is gone), or `doctor` found a fault
     2    it cannot be: an argument, or a file that was named, is wrong
     130  Ctrl-C
+    141  nobody reads what it prints, as in `narrowcast codecs | head -2`; it ends without a word, as other programs do
 
 Commands raise what the library raises, or call `refuse` for what only they can know; the group that holds them reports
 it here, once. Any other exception is a mistake in narrowcast, and keeps its traceback.
@@ -11,6 +12,7 @@ it here, once. Any other exception is a mistake in narrowcast, and keeps its tra
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from typing import Any, NoReturn
@@ -21,7 +23,7 @@ from typer.core import TyperGroup
 from narrowcast.cli.launched import rank
 from narrowcast.errors import CollectiveError, MismatchError, NarrowcastError
 
-FAILED, WRONG, STOPPED = 1, 2, 130
+FAILED, WRONG, STOPPED, UNREAD = 1, 2, 130, 141
 _NAMED_WRONG = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
@@ -33,6 +35,13 @@ class Commands(TyperGroup):
             return super().main(*args, **extra)
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
+            sys.stdout.flush()
+        except SystemExit as stop:
+            # rich and typer answer a broken pipe with 1, each in its own place.
+            sys.exit(UNREAD if isinstance(stop.__context__, BrokenPipeError) else stop.code)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at exit
+            sys.exit(UNREAD)
         except (typer.Abort, KeyboardInterrupt):
             code = STOPPED
         except (NarrowcastError, OSError) as error:
