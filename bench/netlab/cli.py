@@ -22,7 +22,8 @@ from .network import Network
 from .output import Output
 from .supervise import Stop, Watch
 
-PROGRAM = "python bench/netlab"
+PROGRAM = os.environ.pop("NETLAB_PROGRAM", "python bench/netlab")
+"""What it is called by: `narrowcast netlab` says so. Ranks do not see the variable."""
 HELP = f"""
 Run a command on every rank of a network in a box, one network namespace each.
 
@@ -125,7 +126,7 @@ def run(network: Network, command: list[str], output: Output, say: Any, *, grace
 
 
 def main() -> None:
-    """`python bench/netlab`."""
+    """`python bench/netlab`, or `narrowcast netlab`."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     # Options end where the command begins: its own are not netlab's.
     app.command("netlab", help=HELP, no_args_is_help=True, context_settings={"allow_interspersed_args": False})(netlab)

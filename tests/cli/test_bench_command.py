@@ -114,6 +114,14 @@ def test_the_networks_own_help_is_the_scripts(tmp_path: Path) -> None:
     assert "--delay" in out
 
 
+def test_the_network_is_called_what_the_user_called_it(tmp_path: Path) -> None:
+    process = start(tmp_path, "netlab")
+    said = "".join(process.communicate(timeout=60))
+    assert "Usage: narrowcast netlab [OPTIONS]" in said
+    assert "narrowcast netlab --ranks 4 -- python train.py" in said
+    assert "bench/netlab" not in said
+
+
 def test_without_the_repository_it_says_where_the_scripts_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as caught:
         bench._run("bench speed", "bench/speed.py", [])

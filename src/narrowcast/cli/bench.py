@@ -93,6 +93,8 @@ def _run(command: str, script: str, arguments: list[str]) -> None:
     # What is measured is the narrowcast that was called, wherever the scripts are.
     paths = [str(Path(narrowcast.__file__).resolve().parents[1]), str(root / "bench"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    if command == "netlab":
+        environment["NETLAB_PROGRAM"] = "narrowcast netlab"  # for its usage
     raise typer.Exit(_wait([sys.executable, str(root / script), *arguments], environment))
 
 
