@@ -201,6 +201,8 @@ class Forked(nn.Module):
     ("model", "loader", "options", "error", "words"),
     [
         (network, [], {}, CalibrationError, "it gave no batch"),
+        (network, torch.ones(2, 16), {}, CalibrationError, r"loader: it is a tensor, .* Give a list of batches: \["),
+        (network, {"x": torch.ones(2, 16)}, {}, CalibrationError, r"loader: it is a mapping, .* a list of batches: \["),
         (Forked, [torch.ones(1, 4)], {}, CalibrationError, r"no batch reached unused\.input_quantizer"),
         (network, [torch.ones(1, 16)], {"rounding": "up"}, SpecError, "rounding='up'"),
         (network, [torch.ones(1, 16)], {"observer": "best"}, SpecError, "observer='best'"),

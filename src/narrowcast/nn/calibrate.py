@@ -57,6 +57,11 @@ def calibrate_(
     """
     if rounding not in ("nearest", "learned"):
         raise SpecError(f'rounding={rounding!r}: expected "nearest" or "learned".')
+    if isinstance(loader, (Tensor, Mapping)):
+        what = "a tensor, of which every row" if isinstance(loader, Tensor) else "a mapping, of which every key"
+        raise CalibrationError(
+            f"loader: it is {what} would be a batch. Give a list of batches: [batch]. The model was left as it was."
+        )
     make = partial(make_observer, observer) if isinstance(observer, str) else observer
     make()  # a name that there is not is refused here
     if rounding == "learned" and iter(loader) is loader:
