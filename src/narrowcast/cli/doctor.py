@@ -74,5 +74,6 @@ def _lines(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
     for (device, kernel), codecs in runs.items():
         yield f"{kernel} on {device}", " ".join(codecs)
     for check in found["checks"]:
-        verdict = f"disagrees in {len(check['differ'])}" if check["differ"] else "agrees in all"
-        yield f"bytes of {check['kernel']}", f"{verdict} of {check['codecs']} codecs with the reference"
+        verdict = f"disagrees in {len(check['differ'])} of" if check["differ"] else "agrees in all"
+        tried = f"{check['settings']} settings of {check['codecs']} codecs"
+        yield f"bytes of {check['kernel']}", f"{verdict} {tried} with the reference"

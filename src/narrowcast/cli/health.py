@@ -187,12 +187,11 @@ def _checks(advance: Callable[[], object]) -> tuple[list[dict[str, Any]], list[F
             differ = agreement.differing(kernel, device, advance)
         except Exception as error:  # a kernel may fail in any way: a driver, a compiler, a library
             differ = [("all", f"it fails: {type(error).__name__}: {error}")]
-        checks.append(
-            {"kernel": kernel.name, "device": device.type, "codecs": len(agreement.specs()), "differ": differ}
-        )
+        tried = {"settings": len(agreement.specs()), "codecs": len(list_codecs())}
+        checks.append({"kernel": kernel.name, "device": device.type, **tried, "differ": differ})
         if differ:
             some = "; ".join(f"{spec} ({what})" for spec, what in differ[:3])
-            what = f"{kernel.name} and the reference disagree in {len(differ)} codecs: {some}"
+            what = f"{kernel.name} and the reference disagree in {len(differ)} settings: {some}"
             wrong.append(
                 Finding(what, "export NARROWCAST_KERNEL=reference, and report it with narrowcast doctor --json")
             )
