@@ -127,6 +127,10 @@ def test_the_table_of_codecs_has_a_line_for_each() -> None:
         (["inspect", "x.safetensors", "--budget", "8", "--rules-out", "no/rules.toml"], "there is no folder 'no'."),
         (["encode", "x.safetensors", "y.safetensors", "--codec", "int9"], "codec 'int9' does not exist"),
         (["plan", "--params", "1M", "--ranks", "2", "--bandwidth", "1gbit", "--codecs", "int9"], "codec 'int9'"),
+        (
+            ["inspect", "x.safetensors", "--rules-out", "mix.toml"],
+            "--rules-out 'mix.toml': writes the mix that --budget",
+        ),
         (["plan", "--params", "many", "--ranks", "2", "--bandwidth", "1gbit"], "--params 'many'"),
     ],
 )

@@ -301,8 +301,8 @@ def test_without_matplotlib_the_error_says_what_to_install(file: Path, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--codecs", "int9"], "codec 'int9' does not exist"),
-        (["--codecs", " , "], "names no codec"),
+        (["--budget", "5", "--codecs", "int9"], "codec 'int9' does not exist"),
+        (["--budget", "5", "--codecs", " , "], "names no codec"),
         (["--budget", "-1"], "positive number of bits"),
         (["--budget", "5", "--skip", "("], "--skip '(': not a regular expression"),
         (["--budget", "5", "--skip", "."], "no weight to spend it on"),

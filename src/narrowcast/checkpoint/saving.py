@@ -26,7 +26,7 @@ from narrowcast.checkpoint.header import NAMES, Stored, clip_of
 from narrowcast.checkpoint.reading import INDEX, PICKLES, SINGLE
 from narrowcast.codecs import Codec
 from narrowcast.errors import CheckpointError
-from narrowcast.payload import EncodedRows, Encoding
+from narrowcast.payload import EncodedRows, Encoding, Payload
 
 SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _UNITS = {"": 1, "B": 1, **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}}
@@ -192,7 +192,12 @@ def _is_unicode(name: str) -> bool:
 
 def _check_tensor(tensor: object, name: str) -> None:
     reason = None
-    if not isinstance(tensor, Tensor):
+    if isinstance(tensor, Payload):
+        reason = (
+            "is a Payload, and files hold tensors and EncodedRows. Store its data, a uint8 tensor, and what its codec, "
+            "shape and dtype are in metadata; or let `narrowcast encode` write it"
+        )
+    elif not isinstance(tensor, Tensor):
         reason = f"is a {type(tensor).__name__}, and files hold tensors and EncodedRows. Put it into metadata"
     elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         reason = f"is a {type(tensor).__name__}, which only its own package can store. Pass the full, plain tensor"

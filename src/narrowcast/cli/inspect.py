@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from narrowcast.cli.bars import share_bar
+from narrowcast.cli.failing import refuse
 from narrowcast.cli.places import check_picture, check_place
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ def inspect(
         check_picture("--plot", plot)
         from narrowcast.cli import inspect_plot  # before the work: matplotlib may be missing
     if rules_out is not None:
+        if budget is None:
+            refuse(
+                f"--rules-out {str(rules_out)!r}: writes the mix that --budget finds. Add, for example, --budget 4.5."
+            )
         check_place(f"--rules-out {str(rules_out)!r}", rules_out, overwrite)
     chosen = parse_codecs(codecs)
     kept = [_expression(pattern) for pattern in skip or []]
