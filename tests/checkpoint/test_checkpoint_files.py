@@ -210,7 +210,7 @@ def test_sizes_that_cannot_be_are_refused(text: object) -> None:
     ("bad", "words"),
     [
         ({"x": 3}, "'x' is a int, and files hold tensors"),
-        ({"x": nc.encode(torch.ones(3), "int8")}, "'x' is a Payload, and files hold tensors and EncodedRows. Store its"),
+        ({"x": nc.encode(torch.ones(3), "int8")}, "'x' is a Payload, and files hold tensors and EncodedRows. Store"),
         ({"x": torch.ones(2, device="meta")}, "'x' is on the meta device and has no values"),
         ({"x": torch.ones(2).to_sparse()}, "'x' is torch.float32, torch.sparse_coo, which safetensors does not know"),
         ({"x": torch.ones(2, dtype=torch.complex128)}, "'x' is torch.complex128"),
