@@ -79,9 +79,9 @@ def test_a_loss_is_crossed_straight_between_two_points() -> None:
 
 def test_plain_steps_of_a_warm_up_take_as_long_as_fp32() -> None:
     seconds = {"fp32": 10.0, "PowerSGD 4": 2.0, "int4+EF": 1.0}
-    assert report.clock("int4+EF", 100, 100, seconds) == 100
-    assert report.clock("PowerSGD 4", 100, 100, seconds) == 10 * 10 + 90 * 2
-    assert report.clock("PowerSGD 4", 5, 100, seconds) == 50
+    assert report.spent("int4+EF", 100, 100, seconds) == 100
+    assert report.spent("PowerSGD 4", 100, 100, seconds) == 10 * 10 + 90 * 2
+    assert report.spent("PowerSGD 4", 5, 100, seconds) == 50
 
 
 def test_the_race_names_the_first_and_whether_it_is_a_rival() -> None:
