@@ -42,6 +42,7 @@ import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
+import training_plots  # noqa: E402
 import training_ranks  # noqa: E402
 import training_report  # noqa: E402
 from narrowcast.cli.byte_gpt import GPTConfig  # noqa: E402
@@ -160,6 +161,17 @@ def memory(given: argparse.Namespace, results: Results, progress: Progress) -> N
             progress.advance(bar)
 
 
+def write(cells: dict[str, Any], folder: Path, about: str) -> str:
+    """training.md and its pictures; the text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = training_report.tables(cells, about)
+    for model in training_report.trained(cells):
+        lines += [f"![{what}]({name})" for name, what in training_plots.draw(cells, model, folder).items()]
+    text = "\n".join(lines).rstrip() + "\n"
+    (folder / "training.md").write_text(text)
+    return text
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, of speed, quality, memory and report")
@@ -195,8 +207,7 @@ def main() -> None:
                 part(given, results, progress)
     if "report" in given.only:
         about = f"{datetime.date.today()}, {machine()}. {given.note}".rstrip()
-        text = training_report.write(results.cells, given.out, about)
-        print(text)
+        print(write(results.cells, given.out, about))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,6 @@ RIVALS = {"fp32": "DDP, fp32", "fp16 hook": "fp16 hook", "PowerSGD 4 at once": "
 
 def draw(cells: report.Cells, model: str, folder: Path) -> dict[str, str]:
     """The files that were written, and what each shows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     tail = "" if model == "small" else f"-{model}"
     names = {f"training{tail}.png": _overview(cells, model), f"megabytes{tail}.png": _megabytes(cells, model)}
     for name, figure in names.items():

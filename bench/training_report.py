@@ -1,5 +1,4 @@
-"""Tables of bench/training.py, out of the cells of training.json; targets are those of the project's issue 6. Pictures
-are drawn by training_plots.py.
+"""Tables of bench/training.py, out of the cells of training.json; targets are those of the project's issue 6.
 
 A cell that is not there leaves its rows out: nothing is guessed. What missed its target is said to have missed it.
 """
@@ -9,10 +8,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import training_plots
 from training_rivals import METHODS
 
 Cells = dict[str, Any]
@@ -239,20 +236,19 @@ def memory_section(cells: Cells, model: str) -> list[str]:
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-def write(cells: Cells, folder: Path, about: str) -> str:
-    """training.md and its pictures; the text."""
+def trained(cells: Cells) -> list[str]:
+    """The models that `quality` has."""
+    return sorted({key.split("/")[0] for key in of(cells, "quality")})
+
+
+def tables(cells: Cells, about: str) -> list[str]:
+    """Everything but the pictures, line by line."""
     lines = ["# Training over slow links", "", about + " What the columns mean stands at the top of bench/training.py."]
     lines.append("")
     for key, cell in of(cells, "speed").items():
         lines += speed_section(*key.split("/"), cell)
-    models = sorted({key.split("/")[0] for key in of(cells, "quality")})
-    for model in models:
+    for model in trained(cells):
         lines += quality_section(cells, model) + race_section(cells, model)
     for model in sorted({key.split("/")[0] for key in of(cells, "memory")}):
         lines += memory_section(cells, model)
-    folder.mkdir(parents=True, exist_ok=True)
-    for model in models:
-        lines += [f"![{what}]({name})" for name, what in training_plots.draw(cells, model, folder).items()]
-    text = "\n".join(lines).rstrip() + "\n"
-    (folder / "training.md").write_text(text)
-    return text
+    return lines

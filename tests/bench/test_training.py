@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 import ranks
 
 import training_report as report
-from training import Results
+from training import Results, write
 from training_rivals import METHODS, attach
 
 SETTINGS = {"steps": 100, "batch": 1, "ranks": 4, "rounds": 1, "turn": 1, "config": {"context": 8}}
@@ -93,11 +93,12 @@ def test_the_race_names_the_first_and_whether_it_is_a_rival() -> None:
 
 def test_the_report_is_written_from_what_is_there(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    text = report.write(cells(), tmp_path, "about.")
+    text = write(cells(), tmp_path, "about.")
     assert (tmp_path / "training.md").read_text() == text
     assert (tmp_path / "training.png").exists()
+    assert (tmp_path / "megabytes.png").exists()
     assert "| int4+EF | 5.00 | +5 | 0.0 |" in text
-    assert "Quality" not in report.write({"speed/large/100mbit": cells()["speed/large/100mbit"]}, tmp_path, "about.")
+    assert "Quality" not in write({"speed/large/100mbit": cells()["speed/large/100mbit"]}, tmp_path, "about.")
 
 
 def test_what_is_done_is_not_done_again_unless_it_failed_or_was_done_otherwise(tmp_path: Path) -> None:
