@@ -29,7 +29,7 @@ $(VENV)/.dev: $(VENV)/.core
 	@touch $@
 
 demo: $(VENV)/.core      ## train a small GPT with compressed gradients, quantize it, show both (two minutes)
-	$(BIN)/pip install --quiet 'matplotlib>=3.9'
+	$(BIN)/pip install --quiet 'narrowcast[plot]'
 	$(BIN)/narrowcast demo
 
 test: $(VENV)/.dev lint  ## every test that runs without a GPU, in minutes
@@ -51,7 +51,7 @@ format: $(VENV)/.dev     ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, wheels from scratch, 10,000 rounds
+soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, 10,000 rounds
 	$(BIN)/pytest -m soak --timeout 3600
 
 gpu: $(VENV)/.dev        ## the kernels on a real GPU
