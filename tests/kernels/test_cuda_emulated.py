@@ -8,8 +8,9 @@ reverse, on guarded memory, and must give the same bits.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ from narrowcast.kernels.gpu_linear import Cut
 
 if COMPILER is None:
     pytest.skip("g++ is not installed", allow_module_level=True)
+
+Plan = TypeVar("Plan")
+"""How a kernel divides its work."""
 
 HALVES = (torch.float16, torch.bfloat16)
 CPU = torch.device("cpu")
@@ -249,16 +253,28 @@ def spoil(row: Tensor, recipe: Recipe, k: int) -> None:
 
 def check(case: Case) -> None:
     recipe = nc.codec(case.spec)._recipe(CPU)
-    for n, k in ((1, 288), (17, 2080), (40, 544)):
+    hold(case, recipe, 40, lambda n, k: cut_of(case, recipe, n, k), launch, lambda cut: cut._replace(grid=1))
+
+
+def hold(
+    case: Case,
+    recipe: Recipe,
+    tallest: int,
+    plan: Callable[[int, int], Plan],
+    launch: Callable[[Plan, Tensor, Tensor, Recipe, Tensor | None], Tensor],
+    in_few_blocks: Callable[[Plan], Plan],
+) -> None:
+    """What every plan of the work must do: exact sums, Gaussian ones within the bound, and NaNs in their rows."""
+    for n, k in ((1, 288), (17, 2080), (tallest, 544)):
         x, data, bias = whole(case, recipe, n, k)
-        assert torch.equal(launch(cut_of(case, recipe, n, k), x, data, recipe, bias), exact(x, data, recipe, bias))
+        assert torch.equal(launch(plan(n, k), x, data, recipe, bias), exact(x, data, recipe, bias))
     n, k = 70, 1056
     x, data, bias = gaussian(case, recipe, n, k)
-    cut = cut_of(case, recipe, n, k)
-    clean = launch(cut, x, data, recipe, bias)
+    chosen = plan(n, k)
+    clean = launch(chosen, x, data, recipe, bias)
     right, allowed = bound(x, reference.decode(data, k, recipe, torch.float64), bias)
     assert ((clean.double() - right).abs() <= allowed).all()
-    # One block that does all tiles gives the same bits, and a NaN stays in its row of W, or of x.
+    # As few blocks as can do it all give the same bits, and a NaN stays in its row of W, or of x.
     spoiled = torch.zeros(case.batch, n, dtype=torch.bool)
     for row in (7, 23, 36):
         spoil(data[row], recipe, k)
@@ -266,7 +282,7 @@ def check(case: Case) -> None:
     if case.batch > 1:
         x[-1, -1] = torch.nan
         spoiled[-1] = True
-    dirty = launch(cut._replace(grid=1), x, data, recipe, bias)
+    dirty = launch(in_few_blocks(chosen), x, data, recipe, bias)
     assert torch.equal(dirty.isnan(), spoiled)
     assert torch.equal(dirty[~spoiled], clean[~spoiled])
 
