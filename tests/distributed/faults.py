@@ -5,10 +5,13 @@ Each patch is made inside the process of the rank that is to fail, and nowhere e
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +46,29 @@ def wait_until_stopped(pid: int) -> None:
     while not is_stopped(pid):
         assert time.monotonic() < deadline, "the victim never came to the place where it stops"
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def gloo_held() -> Iterator[None]:
+    """Hold gloo's own threads of this process, so that it notices nothing meanwhile.
+
+    A thread that gets SIGUSR1 calls pause() of the C library, and goes on when it gets SIGUSR2.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal(signal.SIGUSR1, ctypes.cast(libc.pause, ctypes.c_void_p))
+    libc.signal(signal.SIGUSR2, ctypes.cast(libc.getpid, ctypes.c_void_p))
+    tasks = Path("/proc/self/task").iterdir()
+    threads = [int(task.name) for task in tasks if (task / "comm").read_text() == "gloo_tcp_loop\n"]
+    assert threads, "gloo's threads have another name: look for it in /proc/PID/task/*/comm"
+    try:
+        for thread in threads:
+            libc.tgkill(os.getpid(), thread, signal.SIGUSR1)
+        time.sleep(0.1)
+        yield
+    finally:
+        for thread in threads:
+            libc.tgkill(os.getpid(), thread, signal.SIGUSR2)
 
 
 def run_out_of_memory() -> None:

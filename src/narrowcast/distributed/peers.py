@@ -35,7 +35,8 @@ from torch.distributed import distributed_c10d as c10d
 from narrowcast.distributed.arena import Arena
 from narrowcast.distributed.board import Board, Failure
 from narrowcast.distributed.lane import Lane
-from narrowcast.distributed.wire import HostWire, Wire, WireError, brief
+from narrowcast.distributed.message import WireError, brief
+from narrowcast.distributed.wire import HostWire, Wire
 from narrowcast.errors import CollectiveError, MismatchError
 
 T = TypeVar("T")

@@ -12,13 +12,14 @@ A `Wire` belongs to one lane and is used by one thread at a time. It does three 
 - `close`: breaks the connections, so that every peer that waits for this rank learns of a failure at once; and says
   why first, in a message for which every rank has been listening since the wire was made (`last_words`).
 
-Every wait is bounded by the group's timeout. What goes wrong is a `WireError` that names the peer.
+Every wait is bounded by the group's timeout, and ends within two seconds where a connection breaks (message.py). What
+goes wrong is a `WireError` that names the peer.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -26,34 +27,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import _enable_record_function  # type: ignore[attr-defined]
 
 from narrowcast.distributed import agreement
-from narrowcast.distributed.lane import Lane, Work
+from narrowcast.distributed.message import Message, Watch, WireError
 
 EAGER = 128 * 1024
 """Rows of up to so many bytes travel with the header. Of 64, 128 and 256 KB, tried on 32 MB at 1 Gbit/s with
-bench/wire.py, 128 was best by 1 to 4%, which is hardly more than the noise. Such a message has no tail (`_Message`)."""
-
-LONG = 64 * 1024
-"""Rows from so many bytes on have a tail, see `_Message`. A guess: what is shorter mostly leaves in one write."""
+bench/wire.py, 128 was best by 1 to 4%, which is hardly more than the noise."""
 
 ROUNDS = 3
 """To each peer, so many rows may be on their way."""
 
 _HEADERS, _LAST_WORDS, _NEVER_SENT, _ROWS = 0, 1, 2, 3
 _WORDS_BYTES = 2048
-_GLANCE_SECONDS = 0.2
-
-
-class WireError(Exception):
-    """A message did not go through. Never leaves this package: the lane says what it means for the collective."""
-
-    def __init__(self, peer: int, reason: str, kind: str) -> None:
-        super().__init__(reason)
-        self.peer = peer
-        self.kind = kind
-        """What it says of the peer: "late", "gone", or "unmet" where no connection was made."""
 
 
 class Wire(Protocol):
@@ -124,12 +110,12 @@ class HostWire:
         self._group: Any = dist.ProcessGroupGloo(store, rank, self.size, connect_within)
         self._length = agreement.header_bytes(self.size)
         self._slots = torch.empty(2, self.size, self._length + EAGER, dtype=torch.uint8)
-        self._headers: list[_Message] = []
-        self._sending: deque[_Message] = deque()
+        self._headers: list[Message] = []
         self._window = ROUNDS * (self.size - 1)
         self.turns = self._window + 1
-        self._aside = Lane("narrowcast wire")
-        self._scrap = torch.empty(1, dtype=torch.uint8)
+        look = functools.partial(_look, self._group, timeout)
+        self._going = Watch("narrowcast going", look)
+        self._coming = Watch("narrowcast coming", look)
         self._heard = torch.zeros(self.size, _WORDS_BYTES, dtype=torch.uint8)
         self._listening = [self._receive(self._heard[peer], peer, _LAST_WORDS) for peer in self._sources]
 
@@ -143,17 +129,19 @@ class HostWire:
         outgoing, came = self._slots
         receives, self._headers = self._headers or self._expect_headers(), []
         outgoing[:, : self._length] = header
-        sends = []
         for peer in self._targets:
             row = eager(peer)
             total = self._length
             if row is not None:
                 total += len(row)
                 outgoing[peer, self._length : total] = row
-            sends.append(self._send(outgoing[peer, :total], peer, _HEADERS))
+            self._going.add(self._send(outgoing[peer, :total], peer, _HEADERS))
         meanwhile()
-        for message in (*receives, *sends):
-            message.wait()
+        self._going.begin()
+        for message in receives:
+            self._coming.add(message)
+        self._coming.wait()
+        self._going.wait()
         came[self.rank, : self._length] = header
         headers = came[:, : self._length].numpy().copy()
         for peer in self._sources:
@@ -170,41 +158,21 @@ class HostWire:
         receives = [self._receive(incoming[peer], peer, _ROWS + stage) for peer in self._sources]
 
         def arrivals() -> Iterator[int]:
+            self._going.begin()
             for receive in receives:
-                receive.wait()
+                self._coming.add(receive)
+            for left, receive in zip(reversed(range(len(receives))), receives, strict=True):
+                self._coming.wait(left)
                 yield receive.peer
 
         return arrivals
 
     def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
-        # Directly, unlike in `flush`: a row of the same peer was waited for since, and as a rule told of a break.
-        while len(self._sending) >= self._window:
-            self._sending.popleft().wait()
-        self._sending.append(self._send(row, peer, _ROWS + stage))
+        self._going.wait(self._window - 1)
+        self._going.add(self._send(row, peer, _ROWS + stage))
 
     def flush(self) -> None:
-        # gloo never wakes the wait for a send whose connection broke half-way. So long ones are waited for aside, while
-        # this thread looks now and then whether connections are there: gloo starts no receive where one is not.
-        messages, self._sending = list(self._sending), deque()
-        if max((message.nbytes for message in messages), default=0) < LONG:
-            for message in messages:
-                message.wait()
-            return
-
-        def all_sent() -> list[Tensor]:
-            for message in messages:
-                message.wait()
-            return []
-
-        aside = self._aside.submit(Work("rows", all_sent))
-        while not aside.done_within(_GLANCE_SECONDS):
-            try:
-                for message in messages:
-                    self._receive(self._scrap, message.peer, _NEVER_SENT)
-            except WireError:
-                if not aside.done_within(_GLANCE_SECONDS):  # which knows better what went wrong
-                    raise
-        aside.wait()
+        self._going.wait()
 
     def close(self, last_words: bytes = b"") -> None:
         words = torch.zeros(_WORDS_BYTES, dtype=torch.uint8)
@@ -212,8 +180,7 @@ class HostWire:
         for peer in self._targets:
             with contextlib.suppress(WireError):  # it may be the one that is gone
                 self._send(words, peer, _LAST_WORDS)
-        # A wait that runs into its time limit is how gloo lets go of all of a context's connections.
-        for peer in self._sources:
+        for peer in self._sources:  # a wait that runs into its time limit breaks all of them
             with contextlib.suppress(WireError):
                 self._receive(words[:1], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
@@ -221,55 +188,19 @@ class HostWire:
         return self._heard[peer].numpy().tobytes().rstrip(b"\0")
 
     def retire(self) -> None:
-        self._aside.close("the wire is not used any more", wait=0.1)
+        self._going.close()
+        self._coming.close()
 
-    def _expect_headers(self) -> list[_Message]:
+    def _expect_headers(self) -> list[Message]:
         return [self._receive(self._slots[1, peer], peer, _HEADERS) for peer in self._sources]
 
-    def _send(self, row: Tensor, peer: int, tag: int) -> _Message:
-        return _Message(self._group.send, row, peer, tag, self.timeout)
+    def _send(self, row: Tensor, peer: int, tag: int) -> Message:
+        return Message(self._group.send, row, peer, tag, self.timeout)
 
-    def _receive(self, row: Tensor, peer: int, tag: int) -> _Message:
-        return _Message(self._group.recv, row, peer, tag, self.timeout)
-
-
-class _Message:
-    """A message on its way; one of no bytes is not sent.
-
-    gloo does not wake the wait for a receive that was half-way through when its connection broke: it signals those that
-    had not begun. So a long message has a tail, one byte that follows it on the same connection, and that is what is
-    waited for: it has not begun before the message is through.
-    """
-
-    def __init__(self, start: Any, row: Tensor, peer: int, tag: int, timeout: timedelta) -> None:
-        long = tag >= _ROWS and row.numel() >= LONG
-        self.peer = peer
-        self.nbytes = row.numel()
-        self.timeout = timeout
-        # A profiler would open a range that the end of the message closes. Headers are received ahead of their call,
-        # maybe after the profile was taken, and torch then crashes on the range.
-        _enable_record_function(False)
-        try:
-            self._works = [start([row], peer, tag)] if row.numel() else []
-            if long:
-                self._works.insert(0, start([torch.empty(1, dtype=torch.uint8)], peer, tag))
-        except RuntimeError as error:
-            raise self._failed(error) from error
-        finally:
-            _enable_record_function(True)
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        try:
-            for work in self._works:
-                work.wait(timeout or self.timeout)
-        except RuntimeError as error:
-            raise self._failed(error) from error
-
-    def _failed(self, error: RuntimeError) -> WireError:
-        reason = brief(error)
-        return WireError(self.peer, reason, "late" if "imed out" in reason or "timeout" in reason else "gone")
+    def _receive(self, row: Tensor, peer: int, tag: int) -> Message:
+        return Message(self._group.recv, row, peer, tag, self.timeout)
 
 
-def brief(error: RuntimeError) -> str:
-    """What gloo says, without where in its source it says it, and without advice."""
-    return str(error).split("] ", 1)[-1].split("\n")[0].split(". This is typically")[0]
+def _look(group: Any, timeout: timedelta, peer: int) -> None:
+    """Raise where the connection to a peer is gone: gloo starts no receive there."""
+    Message(group.recv, torch.empty(1, dtype=torch.uint8), peer, _NEVER_SENT, timeout)

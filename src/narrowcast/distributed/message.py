@@ -1,0 +1,151 @@
+"""A message on its way, and how to wait for it without being left behind.
+
+gloo tells those who wait of a broken connection, but not all of them. A receive that had begun is forgotten. So is a
+send that was being written, and that may be the shortest one: where gloo's thread has not noticed the break yet, a
+write that fails goes into a queue that nobody empties any more. Their waits end with the group's timeout.
+
+So the thread of a collective never waits in gloo. A `Watch` does, in a thread of its own, while the collective's looks
+now and then whether the connection is still there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import _enable_record_function  # type: ignore[attr-defined]
+
+IDLE_SECONDS = 1.0
+GLANCE_SECONDS = 0.2
+RARE_GLANCE_SECONDS = 1.0
+"""Looks at a connection get rarer up to this: each leaves a few bytes with gloo."""
+GRACE_SECONDS = 0.5
+"""How long a message may take to be noticed after its connection was closed: a peer that is done may leave."""
+
+
+class WireError(Exception):
+    """A message did not go through. Never leaves this package: `Peers` say what it means for the collective."""
+
+    def __init__(self, peer: int, reason: str, kind: str) -> None:
+        super().__init__(reason)
+        self.peer = peer
+        self.kind = kind
+        """What it says of the peer: "late", "gone", or "unmet" where no connection was made."""
+
+
+class Message:
+    """A message on its way: `start` is the group's send or recv. One of no bytes is not sent."""
+
+    def __init__(self, start: Any, row: Tensor, peer: int, tag: int, timeout: timedelta) -> None:
+        self.peer = peer
+        self.timeout = timeout
+        # A profiler would open a range that the end of the message closes. Headers are received ahead of their call,
+        # maybe after the profile was taken, and torch then crashes on the range.
+        _enable_record_function(False)
+        try:
+            self._work = start([row], peer, tag) if row.numel() else None
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        finally:
+            _enable_record_function(True)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait in gloo. When the time is over, gloo lets go of all of the group's connections."""
+        try:
+            if self._work is not None:
+                self._work.wait(timeout or self.timeout)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: RuntimeError) -> WireError:
+        reason = brief(error)
+        return WireError(self.peer, reason, "late" if "imed out" in reason or "timeout" in reason else "gone")
+
+
+class Watch:
+    """Waits for messages, in the order in which they came. `look(peer)` raises where the connection to it is gone."""
+
+    def __init__(self, name: str, look: Callable[[int], object]) -> None:
+        self._name = name
+        self._look = look
+        self._changed = threading.Condition()
+        self._messages: deque[Message] = deque()
+        self._error: WireError | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, message: Message) -> None:
+        """Take a message. It is waited for from the next `begin` or `wait` on."""
+        self._messages.append(message)
+
+    def begin(self) -> None:
+        """Wait for messages from now on, while the caller does something else."""
+        if not self._messages:
+            return
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+            else:
+                self._changed.notify_all()
+
+    def wait(self, left: int = 0) -> None:
+        """Return when at most `left` messages are on their way; raise what went wrong with one of them."""
+        if len(self._messages) > left:
+            self.begin()
+        pause = GLANCE_SECONDS
+        while not self._wait_for(lambda: len(self._messages) <= left, pause):
+            pause = min(1.5 * pause, RARE_GLANCE_SECONDS)
+            self._check_first()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Let the thread go, once it waits for nothing any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _check_first(self) -> None:
+        """Raise where the message that is waited for cannot come."""
+        with self._changed:
+            first = self._messages[0] if self._messages else None
+        if first is None:
+            return
+        try:
+            self._look(first.peer)
+        except WireError:
+            # It may have come just before its peer left; and gloo, if it does tell, knows better what went wrong.
+            if not self._wait_for(lambda: not self._messages or self._messages[0] is not first, GRACE_SECONDS):
+                raise
+
+    def _wait_for(self, state: Callable[[], bool], seconds: float) -> bool:
+        """Wait for a state, or for an error; whether one of them came."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._error is not None or state(), seconds)
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._messages or self._closed, IDLE_SECONDS)
+                if self._closed or not self._messages:
+                    self._thread = None
+                    return
+                message = self._messages[0]
+            try:
+                message.wait()
+            except WireError as error:
+                self._error = self._error or error
+            with self._changed:
+                self._messages.popleft()
+                self._changed.notify_all()
+            del message
+
+
+def brief(error: RuntimeError) -> str:
+    """What gloo says, without where in its source it says it, and without advice."""
+    return str(error).split("] ", 1)[-1].split("\n")[0].split(". This is typically")[0]

@@ -1,0 +1,100 @@
+"""The wire alone: connections that break where gloo tells nobody, and peers that leave when they are done."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import faults
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from narrowcast.distributed import agreement
+from narrowcast.distributed.message import GRACE_SECONDS, RARE_GLANCE_SECONDS, WireError
+from narrowcast.distributed.wire import _HEADERS, HostWire
+
+pytestmark = pytest.mark.timeout(60)
+
+SOON = 2.0
+assert RARE_GLANCE_SECONDS + GRACE_SECONDS < SOON
+
+ROW = torch.ones(1000, dtype=torch.uint8)
+NONE = ROW[:0]
+
+
+def _wire(rank: int) -> HostWire:
+    limit = timedelta(seconds=20)
+    store = dist.PrefixStore("wire", c10d._get_default_store())
+    return HostWire(store, rank, range(dist.get_world_size()), limit, limit)
+
+
+def _broken(action: Callable[[], object]) -> tuple[int, str, float]:
+    """Whose fault it was that `action` failed, of what kind, and after how many seconds."""
+    start = time.monotonic()
+    try:
+        action()
+    except WireError as error:
+        return error.peer, error.kind, time.monotonic() - start
+    raise AssertionError("nothing was noticed")
+
+
+def _write_to_the_dead(rank: int, what: str) -> Any:
+    wire = _wire(rank)
+    header = torch.zeros(agreement.header_bytes(2), dtype=torch.uint8)
+    wire._headers = wire._expect_headers()
+    wire.expect([torch.empty_like(ROW) for _ in range(2)])
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:  # has sent its header, and waits for that of the other, and for a row
+        wire._send(header, 0, _HEADERS).wait()
+        dist.barrier()
+        time.sleep(60)
+    dist.barrier()
+    with contextlib.ExitStack() as held:
+        held.enter_context(faults.gloo_held())
+        os.kill(pids[1], signal.SIGKILL)
+        time.sleep(0.2)
+        # Now a write fails before gloo's thread, which goes on then, can notice that the peer is gone.
+        if what == "header":
+            return _broken(lambda: wire.agree(header, lambda peer: None, [NONE] * 2, meanwhile=held.close))
+        wire.send(ROW, 1)
+    return _broken(wire.flush)
+
+
+@pytest.mark.parametrize("what", ["header", "row"])
+def test_a_short_message_to_a_rank_that_is_gone_unnoticed_raises_soon(what: str) -> None:
+    outcome = ranks.outcomes_of(2, _write_to_the_dead, what, timeout=15)[0]
+    assert outcome.error is None, outcome.trace
+    peer, kind, seconds = outcome.value
+    assert (peer, kind) == (1, "gone")
+    assert seconds < SOON
+
+
+def _leave_early(rank: int) -> Any:
+    """Rank 1 has all it needs and leaves, while rank 0 still waits for a row of rank 2, or sends it one."""
+    wire = _wire(rank)
+    rows = [torch.zeros_like(ROW) for _ in range(3)]
+    arrivals = wire.expect(rows)
+    for peer in reversed(wire._targets) if rank == 2 else wire._targets:
+        if (rank, peer) == (2, 0):
+            time.sleep(RARE_GLANCE_SECONDS + GRACE_SECONDS + 1)
+        wire.send(ROW, peer)
+    came = list(arrivals())
+    wire.flush()
+    if rank == 1:
+        wire.close()
+    return came, [int(row.sum()) for row in rows]
+
+
+def test_a_peer_that_is_done_may_leave_while_others_are_not() -> None:
+    outcomes = ranks.run(3, _leave_early, timeout=20)
+    assert [came for came, _ in outcomes] == [[2, 1], [0, 2], [1, 0]]
+    assert [sums for _, sums in outcomes] == [[0, 1000, 1000], [1000, 0, 1000], [1000, 1000, 0]]
