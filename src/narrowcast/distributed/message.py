@@ -104,11 +104,19 @@ class Watch:
         if self._error is not None:
             raise self._error
 
-    def close(self) -> None:
-        """Let the thread go, once it waits for nothing any more."""
+    def give_up(self, error: WireError) -> None:
+        """Let `wait` raise, in whatever thread it is."""
         with self._changed:
-            self._closed = True
+            self._error = self._error or error
             self._changed.notify_all()
+
+    def close(self, wait: float = 0.1) -> None:
+        """Let the thread go, and wait a moment for it: it may be held by a message that gloo has forgotten."""
+        with self._changed:
+            self._closed, thread = True, self._thread
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join(wait)
 
     def _check_first(self) -> None:
         """Raise where the message that is waited for cannot come."""
@@ -139,7 +147,7 @@ class Watch:
             try:
                 message.wait()
             except WireError as error:
-                self._error = self._error or error
+                self.give_up(error)
             with self._changed:
                 self._messages.popleft()
                 self._changed.notify_all()

@@ -183,13 +183,15 @@ class HostWire:
         for peer in self._sources:  # a wait that runs into its time limit breaks all of them
             with contextlib.suppress(WireError):
                 self._receive(words[:1], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        for watch in (self._going, self._coming):
+            watch.give_up(WireError(self.rank, "the wire was closed", "gone"))
 
     def last_words(self, peer: int) -> bytes:
         return self._heard[peer].numpy().tobytes().rstrip(b"\0")
 
     def retire(self) -> None:
-        self._going.close()
-        self._coming.close()
+        for watch in (self._going, self._coming):
+            watch.close()
 
     def _expect_headers(self) -> list[Message]:
         return [self._receive(self._slots[1, peer], peer, _HEADERS) for peer in self._sources]
