@@ -1,4 +1,7 @@
-"""A rank that leaves in one of several ways: python leaving.py WAY RANK STORE. test_leaving.py looks at how it ends."""
+"""A rank that leaves in one of several ways: python leaving.py WAY RANK STORE. test_leaving.py looks at how it ends.
+
+"plain" is a process with a group of its own, which narrowcast was never called in.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,11 @@ from narrowcast import distributed as ncd
 
 def main(way: str, rank: int, store: str) -> None:
     torch.set_num_threads(1)
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
-    if way != "never met":
+    limit, size = timedelta(seconds=60), 1 if way == "plain" else 2
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    if way == "plain":
+        time.sleep(1)
+    elif way != "never met":
         ncd.all_reduce(torch.ones(10))
         dist.barrier()
     if way == "in flight":

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import tempfile
 import time
@@ -17,6 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,7 +78,7 @@ def outcomes_of(
         pipes, processes = [], []
         for rank in range(world):
             here, there = _context.Pipe(duplex=False)
-            target = (rank, world, method, group_timeout, init, there, function, args)
+            target = (rank, world, method, group_timeout, init, there, function, args, f"{folder}/stacks {rank}")
             process = _context.Process(target=_main, args=target, daemon=True)
             process.start()
             there.close()
@@ -85,6 +88,8 @@ def outcomes_of(
             if meanwhile is not None:
                 meanwhile(processes)
             _collect(pipes, processes, outcomes, time.monotonic() + timeout)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{_stacks(Path(folder), processes)}") from error
         finally:
             for process in processes:
                 process.kill()
@@ -125,9 +130,28 @@ def _collect(pipes: list[Connection], processes: list[Any], outcomes: list[Outco
         outcomes[rank].exitcode = process.exitcode
 
 
+def _stacks(folder: Path, processes: list[Any]) -> str:
+    """Where the threads of those that still run are."""
+    for process in processes:
+        if process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGQUIT)
+    time.sleep(1.0)
+    return "\n".join(f"{file.name}:\n{file.read_text()}" for file in sorted(folder.glob("stacks *")))
+
+
 def _main(
-    rank: int, world: int, method: str, group_timeout: float, init: bool, pipe: Connection, function: Any, args: Any
+    rank: int,
+    world: int,
+    method: str,
+    group_timeout: float,
+    init: bool,
+    pipe: Connection,
+    function: Any,
+    args: Any,
+    stacks: str,
 ) -> None:
+    faulthandler.register(signal.SIGQUIT, open(stacks, "w"))  # noqa: SIM115 - open until the process ends
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     outcome, start = Outcome(), time.monotonic()
@@ -135,6 +159,7 @@ def _main(
         if init:
             limit = datetime.timedelta(seconds=group_timeout)
             dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world, timeout=limit)
+            dist.barrier()  # a rank that leaves while others still connect makes gloo fail or hang there
             start = time.monotonic()
         outcome.value = function(rank, *args)
     except BaseException as error:
