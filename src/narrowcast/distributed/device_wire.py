@@ -125,7 +125,7 @@ class NcclWire:
         self._outgoing[peer] = row  # they all go when the rows of the others are asked for
 
     def flush(self) -> None:
-        pass
+        self.control.flush()
 
     def close(self, last_words: bytes = b"") -> None:
         self.control.close(last_words)

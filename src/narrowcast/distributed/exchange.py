@@ -48,7 +48,6 @@ class Exchange:
         arrived(self.rank)
         for peer in arrivals():
             arrived(peer)
-        self.wire.flush()
 
     def agree(
         self,
@@ -87,7 +86,6 @@ class Exchange:
                 self.send(rows[self.rank], peer)
         for _ in arrivals():
             pass
-        self.wire.flush()
 
     def _count(self, nbytes: int) -> None:
         self.coder.meter.sent_bytes += nbytes

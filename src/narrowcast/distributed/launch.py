@@ -49,6 +49,7 @@ def perform(
     def attempt(wire: Wire, calls: int) -> None:
         meter = Meter(name, plain_bytes)
         protocol(Exchange(wire, calls, call, Coder(call.codec, seed, meter, peers.arena, peers.device)))
+        wire.flush()
         meter.done()
 
     try:
