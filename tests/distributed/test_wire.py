@@ -64,8 +64,9 @@ def _write_to_the_dead(rank: int, what: str) -> Any:
         time.sleep(0.2)
         # Now a write fails before gloo's thread, which goes on then, can notice that the peer is gone.
         if what == "header":
-            return _broken(lambda: wire.agree(header, lambda peer: None, [NONE] * 2, meanwhile=held.close))
-        wire.send(ROW, 1)
+            wire.agree(header, lambda peer: None, [NONE] * 2, meanwhile=held.close)
+        else:
+            wire.send(ROW, 1)
     return _broken(wire.flush)
 
 

@@ -167,8 +167,10 @@ class HostWire:
         receives = [self._receive(incoming[peer], peer, _ROWS + stage) for peer in self._sources]
 
         def arrivals() -> Iterator[int]:
-            self._going.begin()
-            yield from self._arrive(receives, [len(incoming[message.peer]) for message in receives])
+            sizes = [len(incoming[message.peer]) for message in receives]
+            if any(sizes):
+                self._going.begin()
+            yield from self._arrive(receives, sizes)
 
         return arrivals
 
