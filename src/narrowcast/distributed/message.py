@@ -4,8 +4,8 @@ gloo tells those who wait of a broken connection, but not all of them. A receive
 send that was being written, and that may be the shortest one: where gloo's thread has not noticed the break yet, a
 write that fails goes into a queue that nobody empties any more. Their waits end with the group's timeout.
 
-So the thread of a collective never waits in gloo. A `Watch` does, in a thread of its own, while the collective's looks
-now and then whether the connection is still there.
+So the thread of a collective does not wait in gloo, but for a receive that is too short to be cut. A `Watch` does, in a
+thread of its own, while the collective's looks now and then whether the connection is still there.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Watch:
         with self._changed:
             self._closed, thread = True, self._thread
             self._changed.notify_all()
-        if thread is not None:
+        if thread is not None and thread is not threading.current_thread():
             thread.join(wait)
 
     def _check_first(self) -> None:
