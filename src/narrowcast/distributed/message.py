@@ -4,8 +4,8 @@ gloo tells those who wait of a broken connection, but not all of them. A receive
 send that was being written, and that may be the shortest one: where gloo's thread has not noticed the break yet, a
 write that fails goes into a queue that nobody empties any more. Their waits end with the group's timeout.
 
-So the thread of a collective does not wait in gloo, but for a receive that is too short to be cut. A `Watch` does, in a
-thread of its own, while the collective's looks now and then whether the connection is still there.
+So a long row has a tail (`Message`), and for what has none, sends above all, no thread of a collective waits in gloo. A
+`Watch` does, in a thread of its own, while the collective's looks now and then whether the connection is still there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import _enable_record_function  # type: ignore[attr-defined]
 
@@ -38,16 +39,22 @@ class WireError(Exception):
 
 
 class Message:
-    """A message on its way: `start` is the group's send or recv. One of no bytes is not sent."""
+    """A message on its way: `start` is the group's send or recv. One of no bytes is not sent.
 
-    def __init__(self, start: Any, row: Tensor, peer: int, tag: int, timeout: timedelta) -> None:
+    A `tail` is one byte that follows on the same connection, and that is what is waited for: it has not begun before
+    the message is through.
+    """
+
+    def __init__(self, start: Any, row: Tensor, peer: int, tag: int, timeout: timedelta, tail: bool = False) -> None:
         self.peer = peer
         self.timeout = timeout
         # A profiler would open a range that the end of the message closes. Headers are received ahead of their call,
         # maybe after the profile was taken, and torch then crashes on the range.
         _enable_record_function(False)
         try:
-            self._work = start([row], peer, tag) if row.numel() else None
+            self._works = [start([row], peer, tag)] if row.numel() else []
+            if tail:
+                self._works.insert(0, start([torch.empty(1, dtype=torch.uint8)], peer, tag))
         except RuntimeError as error:
             raise self._failed(error) from error
         finally:
@@ -56,8 +63,8 @@ class Message:
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait in gloo. When the time is over, gloo lets go of all of the group's connections."""
         try:
-            if self._work is not None:
-                self._work.wait(timeout or self.timeout)
+            for work in self._works:
+                work.wait(timeout or self.timeout)
         except RuntimeError as error:
             raise self._failed(error) from error
 
