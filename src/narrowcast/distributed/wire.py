@@ -12,8 +12,8 @@ A `Wire` belongs to one lane and is used by one thread at a time. It does three 
 - `close`: breaks the connections, so that every peer that waits for this rank learns of a failure at once; and says
   why first, in a message for which every rank has been listening since the wire was made (`last_words`).
 
-Every wait is bounded by the group's timeout, and ends within two seconds where a connection breaks (message.py). What
-goes wrong is a `WireError` that names the peer.
+Every wait is bounded by the group's timeout, and ends within two seconds where a connection breaks (message.py), unless
+it cuts a short message. What goes wrong is a `WireError` that names the peer.
 """
 
 from __future__ import annotations
