@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from ports import free_port
+
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 import ranks
 
@@ -39,16 +41,17 @@ def test_the_digits_train_are_packed_and_are_told_apart(tmp_path: Path) -> None:
 SMALL = ["--layers", "1", "--width", "32", "--batch", "2", "--every", "1"]
 
 
-def trained(rank: int, calls: list[list[str]], port: int, script: str = "ddp_train.py") -> list[list[str]]:
-    """The lines that an example prints on a rank, call by call; torchrun sets the same variables."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    said = []
-    for options in calls:
-        sys.argv = [script, *options]
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-        said.append(printed.getvalue().splitlines())
-    return said
+def lines_of(script: str, *options: str) -> list[list[str]]:
+    """The lines that an example prints on each of two ranks."""
+    return ranks.run(2, rank_of_example, script, options, free_port(), init=False)
+
+
+def rank_of_example(rank: int, script: str, options: tuple[str, ...], port: int) -> list[str]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # as torchrun does; RANK and the rest are set
+    sys.argv = [script, *options]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return printed.getvalue().splitlines()
 
 
 def losses(said: list[str]) -> list[str]:
@@ -57,10 +60,10 @@ def losses(said: list[str]) -> list[str]:
 
 def test_a_model_trains_on_two_ranks_and_resumes_where_it_stopped(tmp_path: Path) -> None:
     folder = ["--folder", str(tmp_path / "run")]
-    calls = [[*SMALL, "--steps", "4"], [*SMALL, "--steps", "2", *folder], [*SMALL, "--steps", "4", *folder]]
-    first, second = ranks.run(2, trained, calls, ranks.free_port(), init=False)
-    whole, part, resumed = first
-    assert second == [[], [], []]
+    whole, nothing = lines_of("ddp_train.py", *SMALL, "--steps", "4")
+    part, _ = lines_of("ddp_train.py", *SMALL, "--steps", "2", *folder)
+    resumed, _ = lines_of("ddp_train.py", *SMALL, "--steps", "4", *folder)
+    assert nothing == []
     assert resumed[0] == "resumed after step 2"
     assert losses(whole) == losses(part) + losses(resumed)
     # int4 in place of fp32 is 32/4.25 of the weights; what is exempt and the headers take from it.
@@ -79,24 +82,21 @@ def ratio(line: str) -> float:
 
 @pytest.mark.parametrize("gather", ["int8", "none"])
 def test_a_sharded_model_trains_with_gradients_in_four_bits(gather: str) -> None:
-    calls = [[*SMALL, "--steps", "3", "--gather", gather]]
-    (said,), (nothing,) = ranks.run(2, trained, calls, ranks.free_port(), "fsdp2_train.py", init=False)
+    said, nothing = lines_of("fsdp2_train.py", *SMALL, "--steps", "3", "--gather", gather)
     assert nothing == []
     assert len(losses(said)) == 3
     assert 5 < ratio(said[-1]) < 7.6  # as above
 
 
 def test_experts_learn_from_tokens_that_travelled_in_eight_bits() -> None:
-    calls = [["--steps", "40", "--every", "1", "--tokens", "128"]]
-    (said,), _ = ranks.run(2, trained, calls, ranks.free_port(), "moe_all_to_all.py", init=False)
+    said, _ = lines_of("moe_all_to_all.py", "--steps", "40", "--every", "1", "--tokens", "128")
     found = [float(line.split()[-1]) for line in said if line.startswith("step")]
     assert found[-1] < 0.7 * found[0]
     assert ratio(said[-1]) > 3
 
 
 def test_sites_meet_rarely_and_in_four_bits() -> None:
-    calls = [["--rounds", "2", "--alone", "2", "--layers", "1", "--width", "32", "--batch", "2"]]
-    (said,), _ = ranks.run(2, trained, calls, ranks.free_port(), "local_sgd.py", init=False)
+    said, _ = lines_of("local_sgd.py", "--rounds", "2", "--alone", "2", *SMALL[:-2])
     assert [line.split()[1] for line in said[:-1]] == ["1", "2"]
     sent, plain = float(said[-1].split()[1]), float(said[-1].split()[-1])
     # int4 is 32/4.25 fewer bits, every second step; the last digit shown is 0.01 of about 0.04.

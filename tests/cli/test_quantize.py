@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from typer.testing import CliRunner
 import narrowcast as nc
 from narrowcast.checkpoint import read
 from narrowcast.cli import app
+from ports import free_port
 
 RULES = "[rules]\n'^layers\\.0\\.' = \"int8:block=row\"\nhead = false\n"
 
@@ -410,10 +410,7 @@ def test_two_processes_under_torchrun_share_the_files(tmp_path: Path) -> None:
 def test_an_error_on_one_process_ends_all_of_them_in_the_same_words(tmp_path: Path) -> None:
     source = one_weight_a_file(tmp_path / "source", 3)
     nc.save({"layers.1.weight": torch.full((16, 64), math.nan)}, source / "model-00002-of-00003.safetensors")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     arguments = [sys.executable, "-c", MAIN, "quantize", str(source), str(tmp_path / "target")]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen(arguments, env={**common, "RANK": str(rank)}, **pipes) for rank in range(2)]

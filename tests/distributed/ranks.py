@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -24,6 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ports import free_port
 
 _context = multiprocessing.get_context("forkserver")
 # DDP imports torch._dynamo, which takes a process more than a second.
@@ -106,12 +107,6 @@ def play(rank: int, scenes: Mapping[str, Callable[[int], Any]]) -> dict[str, Any
         except Exception as error:
             raise AssertionError(f"scene {name}: {type(error).__name__}: {error}") from error
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _collect(pipes: list[Connection], processes: list[Any], outcomes: list[Outcome], deadline: float) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from narrowcast import distributed as ncd
 from narrowcast.distributed import peers
 from narrowcast.errors import CollectiveError
+from ports import free_port
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -78,8 +79,8 @@ def _again_and_again(rank: int, way: str, place: str) -> Any:
 
 @pytest.mark.parametrize("way", ["file", "tcp", "shared"])
 def test_a_destroyed_group_leaves_nothing_and_a_new_one_works(way: str, tmp_path: Any) -> None:
-    place = {"file": str(tmp_path), "tcp": " ".join(str(ranks.free_port()) for _ in range(5))}.get(way)
-    place = place or str(ranks.free_port())
+    place = {"file": str(tmp_path), "tcp": " ".join(str(free_port()) for _ in range(5))}.get(way)
+    place = place or str(free_port())
     for found in ranks.run(2, _again_and_again, way, place, init=False, timeout=30):
         for total, threads, made, gone, _ in found:
             assert total == 2.0

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import re
 import shlex
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from fences import ROOT, Block, all_blocks, blocks_of
 from running import run, started
 
 import narrowcast as nc
+from ports import free_port
 
 PROGRAMS = {"cd", "git", "make", "narrowcast", "python", "torchrun"}
 
@@ -138,12 +138,6 @@ def allowed(text: str) -> Iterator[None]:
     with (Path(tempfile.gettempdir()) / "netlab-tests.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("block", all_blocks("sh"), ids=str)
