@@ -15,12 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from torch import Tensor
 
 import narrowcast as nc
 from data import gaussian, laplace, real, sqnr
+from machine import facts
 
 VARIANTS = (
     *("int8:zero_point=true", "int4:zero_point=true", "int8:stochastic=true", "int4:stochastic=true"),
@@ -268,19 +267,6 @@ def pretty_rivals(rows: list[Row]) -> Table:
     return table
 
 
-def machine(size: int, threads: int) -> dict[str, str]:
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    model = names[0].partition(":")[2].strip() if names else platform.processor()
-    return {
-        "date": date.today().isoformat(),
-        "CPU": f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start",
-        "software": f"torch {torch.__version__}, Python {platform.python_version()}, kernel {nc.which_kernel('int8')}",
-        "data": f"{size} MB of fp32, {threads} thread{'s' if threads > 1 else ''}",
-        "command": f"PYTHONPATH=src python {' '.join(sys.argv)}",
-    }
-
-
 def specs(given: str) -> list[str]:
     """Split at commas, but not at those between a codec's options."""
     found: list[str] = []
@@ -305,7 +291,11 @@ def main() -> int:
     size, rounds = (min(given.size, 16), 3) if given.quick else (given.size, 9)
     torch.set_num_threads(given.threads)
     clock = time.thread_time if given.threads == 1 else time.perf_counter
-    results: Row = {"machine": machine(size, given.threads), "codecs": [], "two threads": []}
+    results: Row = {
+        "machine": facts(data=f"{size} MB of fp32, {given.threads} thread{'s' if given.threads > 1 else ''}"),
+        "codecs": [],
+        "two threads": [],
+    }
     console.print(*(f"{key}: {value}" for key, value in results["machine"].items()), sep="\n", highlight=False)
 
     with console.status("training a small model for its gradients"):

@@ -23,10 +23,7 @@ known rate.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -46,6 +43,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as theirs
 
 import narrowcast as nc
+from machine import facts
 from narrowcast.compat import apot, gpt_fast
 from narrowcast.compat import quantization_hooks as ours
 
@@ -286,18 +284,6 @@ def hook_lines(rounds: int, ranks: int, elements: int) -> list[Line]:
 # -- all of it --------------------------------------------------------------------------------------------------------
 
 
-def machine() -> dict[str, str]:
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    model = names[0].partition(":")[2].strip() if names else platform.processor()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "CPU": f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start",
-        "software": f"torch {torch.__version__}, Python {platform.python_version()}, kernel {nc.which_kernel('int8')}",
-        "command": f"PYTHONPATH=src python {' '.join(sys.argv)}",
-    }
-
-
 HEAD = ["", "unit", "original", "narrowcast", "limit", "ratio", "target"]
 
 
@@ -321,7 +307,7 @@ def main() -> int:
     given = asked.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    about = machine()
+    about = facts()
     kinds: dict[str, Callable[[], list[Line]]] = {
         "apot": lambda: apot_lines(given.rounds, 4) + apot_lines(given.rounds, 8),
         "channel": lambda: channel_lines(given.rounds),

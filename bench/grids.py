@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
-from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,6 +23,7 @@ from rich.progress import Progress
 from safetensors.torch import load_file
 from torch import Tensor
 
+from machine import facts
 from narrowcast.kernels.fake import fake_quantize
 from narrowcast.nn.clips import clip_of
 from narrowcast.nn.grids import CodecGrid, codec_grid
@@ -42,6 +40,7 @@ GRIDS: dict[str, dict[int, str]] = {
 }
 ROWS = 64
 """Outputs of each real matrix that are measured, evenly spaced."""
+DATA = f"{{}} numbers of each distribution, and {ROWS} outputs of each matrix of MiniLM but the embeddings"
 
 Table = dict[str, dict[str, dict[int, float]]]
 """Data to grid to bits to decibels."""
@@ -131,21 +130,12 @@ def plot(table: Table, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def machine(numel: int) -> dict[str, str]:
-    return {
-        "date": date.today().isoformat(),
-        "software": f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores",
-        "data": f"{numel} numbers of each distribution, and {ROWS} outputs of each matrix of MiniLM but the embeddings",
-        "command": "PYTHONPATH=src python " + " ".join(sys.argv),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write grids.md, grids.json and grids.png into this folder")
     parser.add_argument("--numel", type=int, default=1 << 18)
     arguments = parser.parse_args()
-    table, about = measure(arguments.numel), machine(arguments.numel)
+    table, about = measure(arguments.numel), facts(data=DATA.format(arguments.numel))
     text = markdown(about, table)
     print(text)
     if arguments.out:

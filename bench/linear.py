@@ -18,15 +18,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +35,7 @@ from torch.nn import functional as F
 
 import narrowcast as nc
 from data import sqnr
+from machine import facts
 
 OURS = ("int8:block=row", "int8", "int4:block=128", "int4", "nf4", "apot4", "fp8_e4m3")
 ROTATED = 120 << 20
@@ -364,19 +362,6 @@ def conversion_line(row: Row) -> str:
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
-def machine(given: argparse.Namespace) -> dict[str, str]:
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    model = names[0].partition(":")[2].strip() if names else platform.processor()
-    return {
-        "date": date.today().isoformat(),
-        "CPU": f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start",
-        "software": f"torch {torch.__version__}, Python {platform.python_version()}, kernel {nc.which_kernel('int8')}",
-        "x": f"{given.dtype}; rivals in int8 and int4 take bfloat16",
-        "command": f"PYTHONPATH=src:bench python {' '.join(sys.argv)}",
-    }
-
-
 def markdown(results: Row) -> str:
     lines = ["# Linear on the CPU", "", *(f"- {key}: {value}" for key, value in results["machine"].items())]
     for layer in results.get("layers", []):
@@ -408,7 +393,7 @@ def main() -> int:
     if given.convert_one:
         print(json.dumps(convert_one(given.convert_one)))
         return 0
-    results: Row = {"machine": machine(given)}
+    results: Row = {"machine": facts(x=f"{given.dtype}; rivals in int8 and int4 take bfloat16")}
     console.print(*(f"{key}: {value}" for key, value in results["machine"].items()), sep="\n", highlight=False)
     if given.shapes:
         results["layers"] = layers(given)

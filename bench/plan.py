@@ -18,7 +18,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ import torch.distributed as dist
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
+from machine import sentence  # noqa: E402
 from narrowcast import distributed as ncd  # noqa: E402
 from narrowcast.distributed.gradients.compression import GradientCompression  # noqa: E402
 from narrowcast.distributed.plan import NONE, plan  # noqa: E402
@@ -184,7 +184,6 @@ def main() -> None:
     if given.rank:
         rank_main(json.loads(given.rank))
         return
-    busy = os.getloadavg()[0]
     made: list[dict[str, Any]] = []
     raw: dict[str, Any] = {}
     for network in NETWORKS:
@@ -196,10 +195,8 @@ def main() -> None:
     summary = verdict(made)
     print(summary)
     if given.out:
-        machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-        machine += f", load average before {busy:.1f}"
         plans = ", ".join(f"{network} {found['took']:.1f} s" for network, found in raw.items())
-        head = f"# Predictions of all_reduce, and what it took\n\n{datetime.date.today()}, {machine}. "
+        head = f"# Predictions of all_reduce, and what it took\n\n{sentence()}. "
         head += f"Command: `{' '.join(sys.argv)}`. What the columns mean stands at the top of bench/plan.py.\n\n"
         given.out.mkdir(parents=True, exist_ok=True)
         name = "plan-gradients" if given.gradients else "plan"

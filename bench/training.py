@@ -27,7 +27,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -38,13 +37,13 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
-import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
 import training_plots  # noqa: E402
 import training_ranks  # noqa: E402
 import training_report  # noqa: E402
+from machine import sentence  # noqa: E402
 from narrowcast.cli.byte_gpt import GPTConfig  # noqa: E402
 from training_rivals import METHODS  # noqa: E402
 
@@ -76,17 +75,11 @@ class Results:
 
     def add(self, key: str, settings: dict[str, Any], found: Any) -> None:
         self.cells[key] = {"settings": settings, "found": found, "date": str(datetime.date.today())}
-        whole = {"machine": machine(), "cells": dict(sorted(self.cells.items()))}
+        whole = {"machine": sentence(), "cells": dict(sorted(self.cells.items()))}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".part")
         partial.write_text(json.dumps(whole, indent=1) + "\n")
         partial.replace(self.path)
-
-
-def machine() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    name = names[0].partition(": ")[2] if names else platform.machine()
-    return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def launch(job: dict[str, Any], *before: str) -> list[dict[str, Any]]:
@@ -206,7 +199,7 @@ def main() -> None:
             if part.__name__ in given.only:
                 part(given, results, progress)
     if "report" in given.only:
-        about = f"{datetime.date.today()}, {machine()}. {given.note}".rstrip()
+        about = f"{sentence()}. {given.note}".rstrip()
         print(write(results.cells, given.out, about))
 
 

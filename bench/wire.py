@@ -24,7 +24,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -43,6 +42,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 import narrowcast as nc  # noqa: E402
 from data import sqnr  # noqa: E402
+from machine import sentence  # noqa: E402
 from narrowcast import distributed as ncd  # noqa: E402
 from netlab import read  # noqa: E402
 
@@ -264,8 +264,7 @@ def main() -> None:
     table = markdown(found)
     print(table)
     if given.out:
-        machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-        head = f"# all_reduce on a network in a box\n\n{datetime.date.today()}, {machine}, TCP {given.tcp}. "
+        head = f"# all_reduce on a network in a box\n\n{sentence()}, TCP {given.tcp}. "
         head += f"Command: `{' '.join(sys.argv)}`. "
         head += "What the columns mean stands at the top of bench/wire.py.\n\n"
         given.out.mkdir(parents=True, exist_ok=True)
