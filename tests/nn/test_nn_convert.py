@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import math
-import re
 import subprocess
 import sys
 import weakref
@@ -281,122 +279,6 @@ def test_several_weights_that_are_not_finite_are_all_counted() -> None:
         nc.quantize_(model)
 
 
-# -- what is skipped --------------------------------------------------------------------------------------------------
-
-
-class Scaled(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * 2
-
-
-class Renamed(nn.Linear):
-    """A subclass that only builds itself in its own way."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width, width)
-
-
-class Gate(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 4))
-
-
-def normed() -> nn.Module:
-    return nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-
-
-def pruned() -> nn.Module:
-    from torch.nn.utils import prune
-
-    return prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)
-
-
-def patched() -> nn.Module:
-    linear = nn.Linear(4, 4)
-    linear.forward = lambda x: x  # type: ignore[method-assign]
-    return linear
-
-
-def sparse() -> nn.Module:
-    linear = nn.Linear(4, 4)
-    linear.weight = nn.Parameter(torch.eye(4).to_sparse())
-    return linear
-
-
-@pytest.mark.parametrize(
-    ("module", "skips"),
-    [
-        (Scaled(4, 4), [("0.weight", "Scaled changes torch.nn.Linear (forward)")]),
-        (nn.LazyLinear(4), [("0.weight", "not initialized yet: run one batch through the model first")]),
-        (nn.Bilinear(2, 3, 4), [("0.weight", "torch.nn.Bilinear has no encoded form")]),
-        (
-            nn.GRU(4, 2),
-            [(f"0.{name}", "torch.nn.GRU has no encoded form") for name in ("weight_ih_l0", "weight_hh_l0")],
-        ),
-        (nn.EmbeddingBag(4, 2), [("0.weight", "torch.nn.EmbeddingBag has no encoded form")]),
-        (
-            nn.Linear(4, 4, dtype=torch.complex64),
-            [("0.weight", "complex64, and codecs take float32, bfloat16, float16 or float64")],
-        ),
-        (sparse(), [("0.weight", "sparse_coo, not dense")]),
-        (patched(), [("0.weight", "forward was replaced on this instance (accelerate does that): quantize before")]),
-        (Gate(), [("0.weight", "held by Gate itself, where only 3-D weights have an encoded form")]),
-        (nn.LayerNorm(4), []),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_cannot_be_encoded_is_skipped_with_the_reason(module: nn.Module, skips: list[tuple[str, str]]) -> None:
-    model = nn.Sequential(module)
-    report = nc.quantize_(model)
-    assert report.entries == []
-    assert report.skips == skips
-    assert not any(isinstance(child, nc.nn.Encoded) for child in model.modules())
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
-def test_a_weight_without_elements_is_skipped(sizes: tuple[int, int]) -> None:
-    assert nc.quantize_(nn.Sequential(nn.Linear(*sizes))).skips == [("0.weight", "no elements")]
-
-
-def test_parametrized_and_pruned_layers_are_skipped_and_still_work() -> None:
-    model = nn.Sequential(normed(), pruned())
-    x = torch.randn(2, 4)
-    y = model(x)
-    report = nc.quantize_(model)
-    assert report.entries == []
-    reasons = dict(report.skips)
-    assert "parametrized" in reasons["0.weight"]
-    assert "computed from other parameters" in reasons["1.weight"]
-    assert same_bits(model(x), y)
-
-
-def test_a_subclass_that_adds_nothing_is_taken_and_given_back() -> None:
-    model = nn.Sequential(Renamed(4))
-    assert len(nc.quantize_(model).entries) == 1
-    assert type(model[0]) is nc.nn.Linear
-    nc.dequantize_(model)
-    assert type(model[0]) is Renamed
-
-
-def test_a_row_that_is_smaller_than_its_padding_is_encoded_and_the_report_says_so() -> None:
-    model = nn.Sequential(nn.Linear(1, 4))
-    report = nc.quantize_(model, "int8")
-    assert (report.bytes_before, report.bytes_after) == (16, 64)
-    assert "larger than before (rows are padded to 16 bytes): 0.weight" in str(report)
-    assert model(torch.ones(2, 1)).shape == (2, 4)
-
-
-@pytest.mark.parametrize(
-    "model", [torch.zeros(2), {"weight": torch.zeros(2)}, "model.pt"], ids=lambda x: type(x).__name__
-)
-def test_what_is_no_module_is_refused(model: object) -> None:
-    for function in (nc.quantize_, nc.dequantize_, nc.nn.encodings):
-        with pytest.raises(QuantizeError, match=rf"model: expected a torch.nn.Module, got {type(model).__name__}"):
-            function(model)  # type: ignore[arg-type]
-
-
 # -- meta models and memory -------------------------------------------------------------------------------------------
 
 
@@ -447,64 +329,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert int(done.stdout) * 1024 < 2048 * 2048 * 4
-
-
-# -- the report -------------------------------------------------------------------------------------------------------
-
-
-def test_bytes_and_noise_are_what_they_are() -> None:
-    model = nn.Sequential(nn.Linear(300, 70))
-    weight = model[0].weight.detach().clone()
-    entry = nc.quantize_(model, "int4").entries[0]
-    assert (entry.name, entry.kind, entry.shape, entry.codec) == ("0.weight", "Linear", (70, 300), "int4")
-    assert (entry.bytes_before, entry.bytes_after) == (weight.numel() * 4, model[0].weight.numel())
-    noise = (model[0].decoded() - weight).double().square().sum()
-    expected = 10 * math.log10(float(weight.double().square().sum() / noise))
-    # A row's sum of 300 squares in fp32 is off by at most 300 * 2**-24 of it: 8e-5 dB.
-    assert entry.sqnr == pytest.approx(expected, abs=1e-4)
-    assert 15 < expected < 30
-
-
-def test_noise_is_summed_over_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from narrowcast.nn import convert
-
-    model = nn.Sequential(nn.Linear(30, 70))
-    other = copy.deepcopy(model)
-    whole = nc.quantize_(model, "int4").entries[0].sqnr
-    monkeypatch.setattr(convert, "TILE", 100)
-    assert nc.quantize_(other, "int4").entries[0].sqnr == pytest.approx(whole, abs=1e-9)  # the same rows
-
-
-@pytest.mark.parametrize("size", [1e-25, 1e25])
-def test_noise_of_weights_whose_squares_fp32_does_not_hold(size: float) -> None:
-    models = [nn.Sequential(nn.Linear(300, 8)) for _ in range(2)]
-    with torch.no_grad():
-        models[1][0].weight.copy_(models[0][0].weight * 2.0 ** round(math.log2(size)))  # a power of two: the same codes
-    first, second = (nc.quantize_(model, "int4:scale=fp32").entries[0].sqnr for model in models)
-    assert first == pytest.approx(second, abs=1e-6)
-
-
-def test_nothing_lost_is_exact_and_zeros_are_too() -> None:
-    model = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 4))
-    nn.init.zeros_(model[1].weight)
-    report = nc.quantize_(model, "raw", rules={"1": "int8"})
-    assert [entry.sqnr for entry in report.entries] == [math.inf, math.inf]
-    assert str(report).count("exact") == 2
-
-
-def test_the_table_is_aligned_and_the_dictionary_plain() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(64, 64), "long_name": nn.Embedding(100, 64), "rnn": nn.RNN(4, 4)})
-    report = nc.quantize_(model, "int8")
-    lines = str(report).splitlines()
-    assert re.split(r"\s{2,}", lines[0]) == ["weight", "kind", "shape", "codec", "before", "after", "SQNR"]
-    assert len({len(line) for line in lines[:3]}) == 1
-    assert lines[3] == "2 weights encoded: 42 kB -> 13.1 kB, 3.20x smaller"
-    assert lines[4] == "2 weights left as they were:"
-    again = json.loads(json.dumps(report.to_dict()))
-    assert again["bytes_before"] == report.bytes_before == (64 + 100) * 64 * 4
-    assert again["bytes_after"] == report.bytes_after == (64 + 100) * nc.codec("int8").row_bytes(64)
-    assert again["entries"][1]["name"] == "long_name.weight"
-    assert again["skips"][0] == {"name": "rnn.weight_ih_l0", "reason": "torch.nn.RNN has no encoded form"}
 
 
 # -- state dicts of whole models --------------------------------------------------------------------------------------
