@@ -86,6 +86,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         errors.ShapeError,
         ["group:", "ProcessGroup", "str", "Did you mean codec='int8'?"],
     ),
+    "a codec for a source": (
+        lambda: ncd.broadcast(X, "int8"),  # type: ignore[arg-type]
+        errors.ShapeError,
+        ["src='int8': not a rank", "Did you mean codec='int8'?"],
+    ),
+    "a codec for a destination": (
+        lambda: ncd.send(X, "int8"),  # type: ignore[arg-type]
+        errors.ShapeError,
+        ["dst='int8': not a rank", "Did you mean codec='int8'?"],
+    ),
     "reduce_scatter MAX": (
         lambda: ncd.reduce_scatter(X, [X, X], dist.ReduceOp.MAX),
         errors.SpecError,

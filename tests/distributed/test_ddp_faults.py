@@ -42,6 +42,7 @@ SOON = 2.0
         ({"error_feedback": "sender"}, ["error_feedback='sender'", '"owner"', "below 8 bits"]),
         ({"warmup_steps": -1}, ["warmup_steps=-1", "0 or more"]),
         ({"warmup_steps": 2.5}, ["warmup_steps=2.5"]),
+        ({"codec": lambda step: "int8"}, ["codec=<function", "a function of the step", "schedule=lambda step:"]),
         ({"schedule": 3}, ["schedule=3: ", "a function of the step", "None for no compression", "lambda step:"]),
         ({"schedule": "int4"}, ["schedule='int4': ", "a function of the step", "lambda step:"]),
         ({"schedule": lambda step: "int44"}, ["schedule(step=0): codec 'int44' does not exist", "'int4'"]),

@@ -118,7 +118,8 @@ def member(rank: object, group: dist.ProcessGroup, name: str) -> int:
     """The number in `group` of a global rank."""
     ranks = dist.get_process_group_ranks(group)
     if rank not in ranks:
-        raise ShapeError(f"{name}={rank!r}: not a rank of this group, which has the (global) ranks {ranks}.")
+        hint = _meant_as_codec(rank)
+        raise ShapeError(f"{name}={rank!r}: not a rank of this group, which has the (global) ranks {ranks}.{hint}")
     return ranks.index(rank)
 
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowcast.codecs import Codec, checks
-from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
 from narrowcast.distributed.agreement import Call
 from narrowcast.distributed.coder import lossless
@@ -33,7 +32,7 @@ from narrowcast.distributed.gradients.options import (
     Exempt,
     Mode,
     Schedule,
-    for_gradients,
+    codec_of,
     mode_of,
     one_dimensional,
     plain_name,
@@ -81,7 +80,7 @@ class GradientCompression:
         seed: int | None = None,
     ) -> None:
         self._auto, self._chosen = codec == "auto", False
-        self.codec = None if codec is None or self._auto else for_gradients(as_codec(codec))
+        self.codec = None if codec is None or self._auto else codec_of(codec)
         self.plan: Plan | None = None
         """Why "auto" chose what it did."""
         self._feedback = error_feedback

@@ -25,6 +25,15 @@ def one_dimensional(name: str, parameter: Tensor) -> bool:
     return parameter.dim() <= 1
 
 
+def codec_of(given: AnyCodec) -> Codec:
+    if callable(given):
+        raise SpecError(
+            f"codec={given!r}: a function of the step goes by another name: schedule=. For example "
+            'compress_gradients(model, schedule=lambda step: "int8" if step < 1000 else "int4").'
+        )
+    return for_gradients(as_codec(given))
+
+
 @functools.lru_cache(maxsize=256)
 def for_gradients(codec: Codec) -> Codec:
     """A codec that can carry gradients: one that tells a number from its negative."""
