@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 from narrowcast import distributed as ncd
 from narrowcast.distributed.coder import Coder
 from narrowcast.distributed.exchange import Exchange
+from narrowcast.distributed.peers import Peers
 from narrowcast.distributed.wire import _HEADERS, EAGER, HostWire
 
 Action = Callable[[], object]
@@ -33,7 +35,8 @@ def die() -> None:
 
 
 def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    # To this thread, which then does not run on until another one gets the signal; it stops the whole process.
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def is_stopped(pid: int) -> bool:
@@ -79,6 +82,8 @@ def at(place: str, action: Action) -> None:
     """Do `action` once, the next time that this process comes to a place of a collective."""
     if place == "encoding":
         _patch(Coder, "encode", action)
+    elif place == "a header":
+        _patch(HostWire, "_send", action, after=True, when=lambda row, peer, tag: tag == _HEADERS)
     elif place == "after headers":
         _patch(HostWire, "agree", action, after=True)
     elif place == "stage one":  # a row is on the wire
@@ -89,6 +94,8 @@ def at(place: str, action: Action) -> None:
         _patch(Coder, "sum_encode", action, after=True)
     elif place == "passing on":
         _patch(Exchange, "share", action)
+    elif place == "failing":
+        _patch(Peers, "_fail", action)
     elif place == "decoding":
         _patch(Coder, "decode", action)
     else:

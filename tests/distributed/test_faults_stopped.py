@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from narrowcast import distributed as ncd
+from narrowcast.distributed import peers
 from narrowcast.errors import CollectiveError
 
 pytestmark = pytest.mark.timeout(60)
@@ -90,6 +91,39 @@ def test_others_raise_at_the_timeout_and_all_go_on_after_it(world: int, op: str,
         meanwhile=lambda processes: _wake(processes, world - 1, 1.3 * LIMIT),
     )
     _check(outcomes, op, world - 1)
+
+
+def _wait_in_a_row(rank: int, first: int) -> Any:
+    """Rank 1 waits for rank 0, which waits for rank 2; `first` is the one whose time is up first."""
+    ncd.all_reduce(torch.ones(1000))
+    dist.barrier()
+    if rank == 2:
+        (made,) = (peer for of_group in peers._made.values() for peer in of_group.values())
+        made._wire._targets.reverse()  # type: ignore[union-attr]
+        faults.at("a header", faults.stop)  # rank 1 has it, rank 0 has not
+    elif rank != first:
+        faults.at("a header", lambda: time.sleep(0.02))
+    elif rank == 0:  # gloo closes its connections before it can say why
+        faults.at("failing", lambda: time.sleep(0.05))
+    error, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(1000)))
+    return str(error), _right(rank, 3)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_is_not_blamed_for_waiting_itself(first: int) -> None:
+    outcomes = ranks.outcomes_of(
+        3,
+        _wait_in_a_row,
+        first,
+        timeout=20,
+        group_timeout=2 * LIMIT,
+        meanwhile=lambda processes: _wake(processes, 2, 2.3 * LIMIT),
+    )
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.trace
+        error, right = outcome.value
+        assert "rank 2 did not answer rank 0 within 4 s" in error
+        assert right
 
 
 @pytest.mark.parametrize(("world", "place"), [(2, "before"), (3, "between stages")])

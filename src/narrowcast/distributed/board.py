@@ -20,6 +20,9 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+ASKING_SECONDS = 0.3
+"""How long a rank that is suspected to be gone has to show that it is not."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -119,12 +122,35 @@ class Board:
         return "the store of the group does not answer"
 
     def report(self, generation: int, failure: Failure) -> Failure:
-        """Write a failure down; returns the first one that was."""
-        text = failure.to_bytes().decode()
-        told = self._briefly(lambda: self.page(generation).compare_set("failure", "", text), text.encode())
-        return Failure.from_bytes(told)
+        """Write a failure down; returns the first one that was. One that is only suspected is looked into first."""
+        pause = 0.0
+        if failure.seen_by == self.ranks[self.rank]:
+            pause = {"late": min(ASKING_SECONDS, 0.03 * self.seconds), "gone": ASKING_SECONDS}.get(failure.kind, 0.0)
 
-    def _briefly(self, action: Callable[[], T], otherwise: T) -> T:
+        def write() -> bytes:
+            page, found = self.page(generation), failure
+            if pause and not page.check(["failure"]):
+                found = self._traced(page, failure, pause)
+            return bytes(page.compare_set("failure", "", found.to_bytes().decode()))
+
+        return Failure.from_bytes(self._briefly(write, failure.to_bytes(), pause))
+
+    def _traced(self, page: dist.PrefixStore, failure: Failure, pause: float) -> Failure:
+        """What the suspected rank suspects, and so on.
+
+        Ranks that wait for each other run out of time together, and gloo closes the connections of one that did: to
+        those that wait for it, it is late or gone, but it is not to blame.
+        """
+        page.set(f"saw/{failure.seen_by}", failure.to_bytes().decode())
+        time.sleep(pause)
+        chain = [failure]
+        while page.check([f"saw/{chain[-1].rank}"]):
+            chain.append(Failure.from_bytes(page.get(f"saw/{chain[-1].rank}")))
+            if chain[-1].rank in [link.seen_by for link in chain]:
+                return failure  # they suspect each other
+        return chain[-1]
+
+    def _briefly(self, action: Callable[[], T], otherwise: T, longer: float) -> T:
         results: list[T] = []
 
         def attempt() -> None:
@@ -133,5 +159,5 @@ class Board:
 
         thread = threading.Thread(target=attempt, name="narrowcast store", daemon=True)
         thread.start()
-        thread.join(min(0.5, 0.05 * self.seconds))
+        thread.join(longer + min(0.5, 0.05 * self.seconds))
         return results[0] if results else otherwise

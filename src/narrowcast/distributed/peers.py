@@ -4,8 +4,9 @@ The wire is a copy of the group made from the group's own store, so the caller's
 race. It is made by the first collective, which therefore is a meeting of all ranks, as every collective is.
 
 A failure is handled in one way, whatever it was. The rank that notices writes down in the store what it saw (the
-first one to write is believed by all), breaks its connections, and raises; every peer that waits for it loses its
-connection, reads the same record, and raises the same. Then:
+first one to write is believed by all; one that seems late or gone gets a moment to say that it waits for another),
+breaks its connections, and raises; every peer that waits for it loses its connection, reads the same record, and raises
+the same. Then:
 
 - A rank that raised, or that was late, may be there: the next collective makes a new wire, and goes on. A rank which
   had finished the failed call before the others notices in its next one, and repeats that one on the new wire.
