@@ -6,7 +6,7 @@ import contextlib
 import random
 import socket
 
-# Below those that a system gives to whoever asks for any (Linux from 32,768, gVisor from 16,000): the tests beside this
+# Below those that Linux gives to whoever asks for any (/proc/sys/net/ipv4/ip_local_port_range): the tests beside this
 # one open many connections between the choice and the server's start.
 CHOICE = range(10_000, 16_000)
 

@@ -38,7 +38,8 @@ def test_the_digits_train_are_packed_and_are_told_apart(tmp_path: Path) -> None:
     assert picture.stat().st_size > 1000
 
 
-SMALL = ["--layers", "1", "--width", "32", "--batch", "2", "--every", "1"]
+MODEL = ["--layers", "1", "--width", "32", "--batch", "2"]
+SMALL = [*MODEL, "--every", "1"]
 
 
 def lines_of(script: str, *options: str) -> list[list[str]]:
@@ -60,10 +61,10 @@ def losses(said: list[str]) -> list[str]:
 
 def test_a_model_trains_on_two_ranks_and_resumes_where_it_stopped(tmp_path: Path) -> None:
     folder = ["--folder", str(tmp_path / "run")]
-    whole, nothing = lines_of("ddp_train.py", *SMALL, "--steps", "4")
-    part, _ = lines_of("ddp_train.py", *SMALL, "--steps", "2", *folder)
-    resumed, _ = lines_of("ddp_train.py", *SMALL, "--steps", "4", *folder)
-    assert nothing == []
+    calls = [["--steps", "4"], ["--steps", "2", *folder], ["--steps", "4", *folder]]
+    first, second = zip(*(lines_of("ddp_train.py", *SMALL, *options) for options in calls), strict=True)
+    whole, part, resumed = first
+    assert second == ([], [], [])
     assert resumed[0] == "resumed after step 2"
     assert losses(whole) == losses(part) + losses(resumed)
     # int4 in place of fp32 is 32/4.25 of the weights; what is exempt and the headers take from it.
@@ -96,7 +97,7 @@ def test_experts_learn_from_tokens_that_travelled_in_eight_bits() -> None:
 
 
 def test_sites_meet_rarely_and_in_four_bits() -> None:
-    said, _ = lines_of("local_sgd.py", "--rounds", "2", "--alone", "2", *SMALL[:-2])
+    said, _ = lines_of("local_sgd.py", "--rounds", "2", "--alone", "2", *MODEL)
     assert [line.split()[1] for line in said[:-1]] == ["1", "2"]
     sent, plain = float(said[-1].split()[1]), float(said[-1].split()[-1])
     # int4 is 32/4.25 fewer bits, every second step; the last digit shown is 0.01 of about 0.04.
