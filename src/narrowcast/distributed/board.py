@@ -21,7 +21,8 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 ASKING_SECONDS = 0.3
-"""How long a rank that is suspected to be gone has to show that it is not."""
+"""How long a rank that is suspected has to show that it waits for another. With a short timeout one that is late has
+3% of it: what is raised at the timeout is to be raised within a tenth of it, and the store takes up to 5%."""
 
 
 @dataclass(frozen=True)
