@@ -51,8 +51,9 @@ format: $(VENV)/.dev     ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, 10,000 rounds
+soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, 10,000 rounds, an hour of random cases
 	$(BIN)/pytest -m soak --timeout 3600
+	NARROWCAST_FUZZ=60 $(BIN)/pytest tests/fuzz --timeout 7200
 
 gpu: $(VENV)/.dev        ## the kernels on a real GPU
 	$(BIN)/pytest tests/kernels/test_gpu.py tests/kernels/test_gpu_linear.py tests/nn tests/distributed/test_cuda.py

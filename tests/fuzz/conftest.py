@@ -1,0 +1,8 @@
+"""Real ranks for these suites, too: the ones of tests/distributed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
