@@ -32,6 +32,9 @@ class PayloadError(NarrowcastError, ValueError):
 class CollectiveError(NarrowcastError, RuntimeError):
     """A collective could not finish: a peer is gone, too late, or failed on its side."""
 
+    failure: object = None
+    """What ranks told each other about it."""
+
 
 class MismatchError(CollectiveError, ValueError):
     """Ranks called the same collective with arguments that do not fit each other. Nothing was sent."""

@@ -12,6 +12,7 @@ from ranks import run
 import narrowcast as nc
 from narrowcast import distributed as ncd
 from narrowcast.distributed.device_wire import NcclWire, StagedWire
+from narrowcast.distributed.gloo import Gloo
 from narrowcast.distributed.peers import peers_of
 from narrowcast.distributed.wire import HostWire
 
@@ -107,7 +108,7 @@ def one_rank_over_nccl(rank: int) -> None:
     assert peers.nccl
 
     limit = datetime.timedelta(seconds=30)
-    wire = NcclWire(HostWire(dist.PrefixStore("test", store), 0, [0], limit, limit), store)
+    wire = NcclWire(HostWire(Gloo(dist.PrefixStore("test", store), 0, [0], limit, limit)), store)
     sent, received = torch.arange(64, dtype=torch.uint8).cuda(), torch.zeros(64, dtype=torch.uint8).cuda()
     wire._group.alltoall([received], [sent]).wait()
     assert torch.equal(sent, received)

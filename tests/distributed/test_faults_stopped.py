@@ -99,7 +99,7 @@ def _wait_in_a_row(rank: int, first: int) -> Any:
     dist.barrier()
     if rank == 2:
         (made,) = (peer for of_group in peers._made.values() for peer in of_group.values())
-        made._wire._targets.reverse()  # type: ignore[union-attr]
+        made._wire.gloo.targets.reverse()  # type: ignore[union-attr]
         faults.at("a header", faults.stop)  # rank 1 has it, rank 0 has not
     elif rank != first:
         faults.at("a header", lambda: time.sleep(0.02))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from narrowcast.distributed import agreement
+from narrowcast.distributed.gloo import Gloo
 from narrowcast.distributed.message import GRACE_SECONDS, RARE_GLANCE_SECONDS, WireError
 from narrowcast.distributed.wire import _HEADERS, HostWire
 
@@ -33,7 +34,7 @@ NONE = ROW[:0]
 def _wire(rank: int) -> HostWire:
     limit = timedelta(seconds=20)
     store = dist.PrefixStore("wire", c10d._get_default_store())
-    return HostWire(store, rank, range(dist.get_world_size()), limit, limit)
+    return HostWire(Gloo(store, rank, range(dist.get_world_size()), limit, limit))
 
 
 def _broken(action: Callable[[], object]) -> tuple[int, str, float]:
@@ -66,7 +67,7 @@ def _write_to_the_dead(rank: int, what: str) -> Any:
         if what == "header":
             wire.agree(header, lambda peer: None, [NONE] * 2, meanwhile=held.close)
         else:
-            wire.send(ROW, 1)
+            wire.send(ROW, [1])
     return _broken(wire.flush)
 
 
@@ -83,8 +84,8 @@ def _leave_early(rank: int) -> int:
     """Rank 1 has its row and leaves, while that of rank 2, which asks for it late, is on its way before it."""
     wire = _wire(rank)
     if rank == 0:
-        wire.send(ROW, 2)
-        wire.send(ROW, 1)
+        wire.send(ROW, [2])
+        wire.send(ROW, [1])
         wire.flush()
         return 0
     if rank == 2:

@@ -25,14 +25,17 @@ class Arena:
         found = self._buffers.get(key)
         if found is None or found.numel() < nbytes:
             self._buffers.pop(key, None)
-            found = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+            with torch.inference_mode(False):  # it outlives the call
+                found = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
             self._buffers[key] = found
         return found[:nbytes]
 
-    def trim(self) -> None:
-        """Give back what is large, once a collective is over."""
-        if sum(buffer.numel() for buffer in self._buffers.values()) > KEEP:
+    def trim(self) -> bool:
+        """Give back what is large, once a collective is over; whether it was."""
+        large = sum(buffer.numel() for buffer in self._buffers.values()) > KEEP
+        if large:
             self.clear()
+        return large
 
     def clear(self) -> None:
         self._buffers.clear()

@@ -13,6 +13,9 @@ from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.errors import CollectiveError, DtypeError, ShapeError, SpecError
 
+MOST_TAG = (1 << 30) - 8
+"""Tags of messages are below this: each takes two of gloo's, which are 31-bit numbers (wire.py)."""
+
 
 def group_of(group: dist.ProcessGroup | None, op: str) -> dist.ProcessGroup | None:
     """The process group meant by `group`; None where this rank is not in it."""
@@ -144,3 +147,9 @@ def in_common(tensor: Tensor, codec: Codec | None = None) -> str:
     if codec is not None and codec.block == "row" and tensor.dim() > 1:
         words += f", row={tensor.shape[-1]}"
     return words
+
+
+def message_tag(tag: object) -> int:
+    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < MOST_TAG:
+        raise ShapeError(f"tag={tag!r}: a tag is an integer from 0 to {MOST_TAG - 1}.")
+    return tag

@@ -12,13 +12,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from narrowcast.errors import CollectiveError, MismatchError
+
 T = TypeVar("T")
+
+RECORD_BYTES = 2048
+"""A failure is written down in so many bytes at most."""
 
 ASKING_SECONDS = 0.3
 """How long a rank that is suspected has to show that it waits for another. With a short timeout one that is late has
@@ -30,20 +35,52 @@ class Failure:
     """What went wrong, as the first rank that noticed wrote it down."""
 
     kind: str
-    """"raised", "late", "unmet" (no connection) or "gone"."""
+    """"raised", "mismatch" (in another phase of the call), "late", "unmet" (no connection) or "gone"."""
     rank: int
     seen_by: int
     number: int
     """The call, as its lane counts."""
     op: str
     reason: str
+    tag: int = 0
+    """Of the message, where it was one."""
 
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+    @classmethod
+    def of(cls, error: BaseException, rank: int, number: int, op: str, tag: int = 0) -> Failure:
+        """What `error` on a rank means for a call; one that another rank caused stays that rank's."""
+        known = getattr(error, "failure", None)
+        if isinstance(known, Failure):
+            return replace(known, number=number, op=op, tag=tag)
+        if isinstance(error, MismatchError):
+            return cls("mismatch", rank, rank, number, op, str(error), tag)
+        return cls("raised", rank, rank, number, op, f"{type(error).__name__}: {error}", tag)
+
+    def to_bytes(self, most: int = RECORD_BYTES) -> bytes:
+        """At most so many bytes, in which the reason is cut as needed."""
+        fields, reason = asdict(self), self.reason
+        while True:
+            fields["reason"] = reason
+            data = json.dumps(fields).encode()
+            if len(data) <= most or not reason:
+                return data
+            reason = reason[: max(0, len(reason) - 1 - (len(data) - most) // 12)]  # a character takes 12 bytes at most
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Failure:
         return cls(**json.loads(data))
+
+    def covers(self, tag: int, number: int) -> bool:
+        """Whether a call had been made by then that failed, or was given up with one."""
+        return tag == self.tag and number <= self.number
+
+    def error(self, op: str, timeout: timedelta) -> CollectiveError:
+        """What to raise in a call of that name."""
+        kind, text = CollectiveError, self.message(op, timeout)
+        if self.kind == "mismatch":
+            kind, text = MismatchError, self.reason
+        error = kind(text)
+        error.failure = self
+        return error
 
     def message(self, op: str, timeout: timedelta) -> str:
         where, limit = op if op == self.op else f"{op} (after {self.op})", f"{timeout.total_seconds():g} s"

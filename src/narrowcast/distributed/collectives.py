@@ -7,28 +7,29 @@ same codec. In a group of one rank nothing travels and nothing is quantized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from narrowcast.codecs import Codec
+from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments, one_trip, two_stage
 from narrowcast.distributed.agreement import Call
+from narrowcast.distributed.entry import collective
 from narrowcast.distributed.exchange import Exchange
+from narrowcast.distributed.hierarchy import all_reduce_over_mesh
 from narrowcast.distributed.lane import Work
-from narrowcast.distributed.launch import launch, readable, writable
+from narrowcast.distributed.launch import Operands, launch
 from narrowcast.distributed.peers import peers_of
-from narrowcast.distributed.uncompiled import uncompiled
 
 AnyCodec = str | Codec | Mapping[str, Any]
 SUM = dist.ReduceOp.SUM
 
 
-@uncompiled
+@collective
 def all_reduce(
     tensor: Tensor,
     op: Any = SUM,
@@ -45,28 +46,25 @@ def all_reduce(
     `local_codec`), and only their sums travel between hosts in `codec`.
     """
     if isinstance(group, DeviceMesh):
-        from narrowcast.distributed.hierarchy import all_reduce_over_mesh
-
         return all_reduce_over_mesh(tensor, op, group, async_op, codec=codec, local_codec=local_codec, seed=seed)
     chosen, found = as_codec(codec), arguments.group_of(group, "all_reduce")
     target = arguments.tensor(tensor, "tensor")
     if found is None:
         return None
     name, divisor = arguments.reduction(op, found.size(), "all_reduce")
-    peers = peers_of(found, target.device)
-    data, bring_home = writable(target)
+    peers, operands = peers_of(found, target.device), Operands(tensor)
+    data = operands.write(target)
 
     def protocol(exchange: Exchange) -> None:
         if exchange.size > 1:
             two_stage.all_reduce(exchange, data.view(-1), divisor)
-        bring_home()
 
     call = Call("all_reduce", chosen, f"{arguments.in_common(target)}, numel={target.numel()}, op={name}")
     plain = 2 * arguments.nbytes(target) * (peers.size - 1) // peers.size
-    return launch(peers, call, protocol, [tensor], [data], plain_bytes=plain, async_op=async_op, seed=seed)
+    return launch(peers, call, protocol, operands, plain_bytes=plain, async_op=async_op, seed=seed)
 
 
-@uncompiled
+@collective
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
@@ -88,7 +86,7 @@ def reduce_scatter(
     return _reduce_scatter("reduce_scatter", output, parts, op, found, async_op, as_codec(codec), seed)
 
 
-@uncompiled
+@collective
 def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
@@ -106,7 +104,7 @@ def reduce_scatter_tensor(
     source, target = arguments.tensor(input, "input"), arguments.tensor(output, "output")
     arguments.alike(target, source, "output", "input")
     arguments.count(source, target.numel() * found.size(), "input", f"output's for each of {found.size()} ranks")
-    parts = list(readable(source).view(found.size(), target.numel()))
+    parts = list(checks.plain(source).contiguous().view(found.size(), target.numel()))
     return _reduce_scatter("reduce_scatter_tensor", output, parts, op, found, async_op, as_codec(codec), seed)
 
 
@@ -121,24 +119,23 @@ def _reduce_scatter(
     seed: int | None,
 ) -> Work | None:
     word, divisor = arguments.reduction(op, group.size(), name)
-    peers = peers_of(group, output.device)
-    rows = [readable(part).view(-1) for part in parts]
-    data, bring_home = writable(output.detach())
+    peers, operands = peers_of(group, output.device), Operands(output)
+    rows = [operands.read(part).view(-1) for part in parts]
+    data = operands.write(output.detach())
 
     def protocol(exchange: Exchange) -> None:
         if exchange.size > 1:
             two_stage.reduce_scatter(exchange, rows, data.view(-1), divisor)
         else:
             data.view(-1).copy_(rows[0])
-        bring_home()
 
     sizes = tuple(len(row) for row in rows)
     call = Call(name, codec, f"{arguments.in_common(output)}, op={word}", sizes, (output.numel(),) * group.size())
     plain = sum(arguments.nbytes(row) for row in rows) - arguments.nbytes(output)
-    return launch(peers, call, protocol, [output], rows, plain_bytes=plain, async_op=async_op, seed=seed)
+    return launch(peers, call, protocol, operands, plain_bytes=plain, async_op=async_op, seed=seed)
 
 
-@uncompiled
+@collective
 def all_gather(
     tensor_list: Sequence[Tensor],
     tensor: Tensor,
@@ -156,10 +153,11 @@ def all_gather(
     source = arguments.tensor(tensor, "tensor")
     arguments.alike(source, outputs[0], "tensor", "tensor_list[0]")
     arguments.count(outputs[found.rank()], source.numel(), f"tensor_list[{found.rank()}]", "as many as tensor")
-    return _all_gather("all_gather", list(tensor_list), outputs, source, found, async_op, as_codec(codec), seed)
+    operands = Operands(*tensor_list)
+    return _all_gather("all_gather", operands, outputs, source, found, async_op, as_codec(codec), seed)
 
 
-@uncompiled
+@collective
 def all_gather_into_tensor(
     output: Tensor,
     input: Tensor,
@@ -176,45 +174,39 @@ def all_gather_into_tensor(
     source, target = arguments.tensor(input, "input"), arguments.tensor(output, "output")
     arguments.alike(target, source, "output", "input")
     arguments.count(target, source.numel() * found.size(), "output", f"input's from each of {found.size()} ranks")
-    data, bring_home = writable(target)
-    outputs = list(data.view(found.size(), *source.shape))
-    name = "all_gather_into_tensor"
-    return _all_gather(name, [output], outputs, source, found, async_op, as_codec(codec), seed, bring_home)
+    operands = Operands(output)
+    outputs = list(operands.write(target).view(found.size(), *source.shape))
+    return _all_gather("all_gather_into_tensor", operands, outputs, source, found, async_op, as_codec(codec), seed)
 
 
 def _all_gather(
     name: str,
-    written: Sequence[Tensor],
+    operands: Operands,
     outputs: Sequence[Tensor],
     source: Tensor,
     group: dist.ProcessGroup,
     async_op: bool,
     codec: Codec,
     seed: int | None,
-    after: Callable[[], object] = lambda: None,
 ) -> Work | None:
     arguments.rows_alike([source, *outputs], codec)
     peers = peers_of(group, source.device)
-    mine = codec.as_rows(readable(source))
-    homes = [writable(output) for output in outputs]
-    rows = [codec.as_rows(data) for data, _ in homes]
+    mine = codec.as_rows(operands.read(source))
+    rows = [codec.as_rows(operands.write(output)) for output in outputs]
 
     def protocol(exchange: Exchange) -> None:
         if exchange.size > 1:
             one_trip.all_gather(exchange, rows, mine)
         else:
             rows[0].copy_(mine)
-        for _, bring_home in homes:
-            bring_home()
-        after()
 
     sizes = tuple(output.numel() for output in outputs)
     call = Call(name, codec, arguments.in_common(source, codec), (source.numel(),) * group.size(), sizes)
     plain = arguments.nbytes(source) * (group.size() - 1)
-    return launch(peers, call, protocol, written, [mine], plain_bytes=plain, async_op=async_op, seed=seed)
+    return launch(peers, call, protocol, operands, plain_bytes=plain, async_op=async_op, seed=seed)
 
 
-@uncompiled
+@collective
 def all_to_all(
     output_tensor_list: Sequence[Tensor],
     input_tensor_list: Sequence[Tensor],
@@ -234,11 +226,11 @@ def all_to_all(
     outputs = arguments.tensors(output_tensor_list, "output_tensor_list", found.size())
     inputs = arguments.tensors(input_tensor_list, "input_tensor_list", found.size())
     arguments.alike(inputs[0], outputs[0], "input_tensor_list[0]", "output_tensor_list[0]")
-    written = list(output_tensor_list)
-    return _all_to_all("all_to_all", written, outputs, inputs, found, async_op, as_codec(codec), seed)
+    operands = Operands(*output_tensor_list)
+    return _all_to_all("all_to_all", operands, outputs, inputs, found, async_op, as_codec(codec), seed)
 
 
-@uncompiled
+@collective
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -262,48 +254,42 @@ def all_to_all_single(
     source, target = (t if t.dim() else t.view(1) for t in (source, target))
     sent = arguments.splits(input_split_sizes, len(source), found.size(), "input_split_sizes", "input")
     expected = arguments.splits(output_split_sizes, len(target), found.size(), "output_split_sizes", "output")
-    data, bring_home = writable(target)
-    outputs, inputs = list(data.split(expected)), list(readable(source).split(sent))
-    name = "all_to_all_single"
-    return _all_to_all(name, [output], outputs, inputs, found, async_op, as_codec(codec), seed, bring_home)
+    operands = Operands(output)
+    outputs, inputs = list(operands.write(target).split(expected)), list(operands.read(source).split(sent))
+    return _all_to_all("all_to_all_single", operands, outputs, inputs, found, async_op, as_codec(codec), seed)
 
 
 def _all_to_all(
     name: str,
-    written: Sequence[Tensor],
+    operands: Operands,
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
     group: dist.ProcessGroup,
     async_op: bool,
     codec: Codec,
     seed: int | None,
-    after: Callable[[], object] = lambda: None,
 ) -> Work | None:
     rank = group.rank()
     arguments.count(outputs[rank], inputs[rank].numel(), f"the output for rank {rank} itself", "what it sends itself")
     arguments.rows_alike([*inputs, *outputs], codec)
     peers = peers_of(group, inputs[0].device)
-    rows_in = [codec.as_rows(readable(piece)) for piece in inputs]
-    homes = [writable(piece) for piece in outputs]
-    rows_out = [codec.as_rows(data) for data, _ in homes]
+    rows_in = [codec.as_rows(operands.read(piece)) for piece in inputs]
+    rows_out = [codec.as_rows(operands.write(piece)) for piece in outputs]
 
     def protocol(exchange: Exchange) -> None:
         if exchange.size > 1:
             one_trip.all_to_all(exchange, rows_out, rows_in)
         else:
             rows_out[0].view(-1).copy_(rows_in[0].view(-1))
-        for _, bring_home in homes:
-            bring_home()
-        after()
 
     sent = tuple(piece.numel() for piece in inputs)
     expected = tuple(piece.numel() for piece in outputs)
     call = Call(name, codec, arguments.in_common(inputs[0], codec), sent, expected)
     plain = sum(arguments.nbytes(piece) for piece in inputs) - arguments.nbytes(inputs[rank])
-    return launch(peers, call, protocol, written, rows_in, plain_bytes=plain, async_op=async_op, seed=seed)
+    return launch(peers, call, protocol, operands, plain_bytes=plain, async_op=async_op, seed=seed)
 
 
-@uncompiled
+@collective
 def broadcast(
     tensor: Tensor,
     src: int | None = None,
@@ -320,17 +306,15 @@ def broadcast(
         return None
     target = arguments.tensor(tensor, "tensor")
     root = arguments.one_of(src, group_src, found, "src", "group_src")
-    chosen, peers = as_codec(codec), peers_of(found, target.device)
-    data, bring_home = writable(target)
-    rows = chosen.as_rows(data)
+    chosen, peers, operands = as_codec(codec), peers_of(found, target.device), Operands(tensor)
+    rows = chosen.as_rows(operands.write(target))
 
     def protocol(exchange: Exchange) -> None:
         if exchange.size > 1:
             one_trip.broadcast(exchange, rows, root)
-            bring_home()
 
     call = Call(
         "broadcast", chosen, f"{arguments.in_common(target, chosen)}, numel={target.numel()}, src={peers.ranks[root]}"
     )
     plain = arguments.nbytes(target) * (peers.size - 1) if root == peers.rank else 0
-    return launch(peers, call, protocol, [tensor], [data], plain_bytes=plain, async_op=async_op, seed=seed)
+    return launch(peers, call, protocol, operands, plain_bytes=plain, async_op=async_op, seed=seed)

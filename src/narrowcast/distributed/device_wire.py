@@ -60,13 +60,22 @@ class StagedWire:
 
         return delivered
 
-    def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
+    def send(self, row: Tensor, peers: Sequence[int], stage: int = 0) -> None:
         self._sent += 1
         twin = self._pinned(f"outbox {self._sent % self.turns}", len(row))
-        self.host.send(twin.copy_(row), peer, stage)
+        self.host.send(twin.copy_(row), peers, stage)
 
     def flush(self) -> None:
         self.host.flush()
+        self._sent = self._expected = 0  # all have been sent: the next call starts with the same buffers
+
+    def trim(self) -> None:
+        if self._arena.trim():
+            release_pinned()
+
+    @property
+    def agreed(self) -> bool:
+        return self.host.agreed
 
     def close(self, last_words: bytes = b"") -> None:
         self.host.close(last_words)
@@ -76,6 +85,7 @@ class StagedWire:
 
     def retire(self) -> None:
         self.host.retire()
+        self._arena.clear()
 
     def _pinned(self, name: str, nbytes: int) -> Tensor:
         return self._arena.take(name, nbytes, torch.device("cpu"), pinned=True)
@@ -92,7 +102,7 @@ class NcclWire:
         self.rank, self.size = control.rank, control.size
         self.turns = self.size
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = control.timeout
+        options._timeout = control.gloo.timeout
         self._group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), self.rank, self.size, options)
         self._agreed: set[bytes] = set()
         self._outgoing: dict[int, Tensor] = {}
@@ -121,11 +131,18 @@ class NcclWire:
 
         return arrivals
 
-    def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
-        self._outgoing[peer] = row  # they all go when the rows of the others are asked for
+    def send(self, row: Tensor, peers: Sequence[int], stage: int = 0) -> None:
+        self._outgoing.update(dict.fromkeys(peers, row))  # they all go when the rows of the others are asked for
 
     def flush(self) -> None:
         self.control.flush()
+
+    def trim(self) -> None:
+        pass
+
+    @property
+    def agreed(self) -> bool:
+        return self.control.agreed
 
     def close(self, last_words: bytes = b"") -> None:
         self.control.close(last_words)
@@ -136,3 +153,10 @@ class NcclWire:
 
     def retire(self) -> None:
         self.control.retire()
+
+
+def release_pinned() -> None:
+    """Give pinned memory that nobody uses back to the system: torch keeps it for later, and would never do so."""
+    release = getattr(torch._C, "_host_emptyCache", None)
+    if release is not None:
+        release()

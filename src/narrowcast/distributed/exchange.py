@@ -40,11 +40,33 @@ class Exchange:
         ranks agree. It is called for this rank, too.
         """
         small = self.wire.eager
-        self.agree(lambda peer: outgoing(peer) if 0 < sizes[peer] <= small else None, incoming)
-        arrivals = self.wire.expect([row[:0] if len(row) <= small else row for row in incoming])
-        for peer in self.targets:
-            if sizes[peer] > small:
-                self.send(outgoing(peer), peer)
+
+        def send_large() -> None:
+            for peer in self.targets:
+                if sizes[peer] > small:
+                    self.send(outgoing(peer), peer)
+
+        self._swap(lambda peer: outgoing(peer) if 0 < sizes[peer] <= small else None, send_large, incoming, arrived)
+
+    def open_to_all(
+        self, row: Tensor, incoming: Sequence[Tensor], arrived: Callable[[int], None] = lambda peer: None
+    ) -> None:
+        """`open`, where every peer gets the same row."""
+        small = len(row) <= self.wire.eager
+        along, after = (row, row[:0]) if small else (row[:0], row)
+        self._swap(lambda peer: along if len(along) else None, lambda: self.send_to_all(after), incoming, arrived)
+
+    def _swap(
+        self,
+        along: Callable[[int], Tensor | None],
+        send_large: Callable[[], None],
+        incoming: Sequence[Tensor],
+        arrived: Callable[[int], None],
+    ) -> None:
+        """Agree, with small rows along, then send large ones, and take those of the others as they come."""
+        self.agree(along, incoming)
+        arrivals = self.wire.expect([row[:0] if len(row) <= self.wire.eager else row for row in incoming])
+        send_large()
         arrived(self.rank)
         for peer in arrivals():
             arrived(peer)
@@ -67,7 +89,13 @@ class Exchange:
 
     def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
         self._count(len(row))
-        self.wire.send(row, peer, stage)
+        self.wire.send(row, [peer], stage)
+
+    def send_to_all(self, row: Tensor, stage: int = 0, skip: int = -1) -> None:
+        """Send one row to all others (but `skip`)."""
+        peers = [peer for peer in self.targets if peer != skip]
+        self._count(len(row) * len(peers))
+        self.wire.send(row, peers, stage)
 
     def reserve(self, nbytes: int) -> None:
         """Take memory for the rows that are to be sent, of up to so many bytes each. Once in a collective."""
@@ -81,9 +109,7 @@ class Exchange:
     def share(self, rows: Sequence[Tensor], skip: int = -1) -> None:
         """Send this rank's row of `rows` to all others (but `skip`), and fill the other rows with theirs."""
         arrivals = self.wire.expect([row[:0] for row in rows] if self.rank == skip else rows)
-        for peer in self.targets:
-            if peer != skip:
-                self.send(rows[self.rank], peer)
+        self.send_to_all(rows[self.rank], skip=skip)
         for _ in arrivals():
             pass
 

@@ -39,14 +39,14 @@ from narrowcast.codecs import checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments, collectives
 from narrowcast.distributed.collectives import SUM, AnyCodec
-from narrowcast.distributed.uncompiled import uncompiled
+from narrowcast.distributed.entry import collective
 from narrowcast.errors import CollectiveError, ShapeError
 
 _APART = 0x9E3779B97F4A7C15
 """What a seed and that of its backward differ by: further than any two seeds that a person would choose."""
 
 
-@uncompiled
+@collective
 def all_gather(
     tensor: Tensor,
     group: dist.ProcessGroup | None = None,
@@ -77,7 +77,7 @@ def all_gather(
     return _apply(tensor, forward, backward)
 
 
-@uncompiled
+@collective
 def reduce_scatter(
     tensor: Tensor,
     op: Any = SUM,
@@ -115,7 +115,7 @@ def reduce_scatter(
     return _apply(tensor, forward, backward)
 
 
-@uncompiled
+@collective
 def all_reduce(
     tensor: Tensor,
     op: Any = SUM,
@@ -144,7 +144,7 @@ def all_reduce(
     return _apply(tensor, forward, backward)
 
 
-@uncompiled
+@collective
 def all_to_all_single(
     tensor: Tensor,
     output_split_sizes: Sequence[int] | None = None,

@@ -27,6 +27,17 @@ from narrowcast.errors import CollectiveError
 Job = Callable[[], list[Tensor]]
 IDLE_SECONDS = 1.0
 
+_accepted = threading.local()
+
+
+def accepted() -> int:
+    """How many jobs lanes have taken from this thread so far."""
+    return getattr(_accepted, "count", 0)
+
+
+def _note_accepted() -> None:
+    _accepted.count = accepted() + 1
+
 
 class Work(dist.Work):
     """A collective on its way: what `async_op=True` returns, with the methods of torch's own."""
@@ -40,6 +51,7 @@ class Work(dist.Work):
         self._outputs: list[Tensor] = []
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._inference = torch.is_inference_mode_enabled()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is done, and raise what went wrong."""
@@ -88,7 +100,8 @@ class Work(dist.Work):
         job, self._job = self._job, None
         assert job is not None
         try:
-            self._outputs = job()
+            with torch.inference_mode(self._inference):  # which is the caller's, and known to its thread alone
+                self._outputs = job()
         except BaseException as error:
             self._error = error
         del job  # with it go the references to the caller's tensors
@@ -144,6 +157,7 @@ class Lane:
             idle = not self._busy and not self._queue
             self._busy = self._busy or idle
         if idle:
+            _note_accepted()
             try:
                 return job()
             finally:
@@ -155,10 +169,26 @@ class Lane:
             )
         return self.submit(Work(op, job)).result()
 
+    def run_or_queue(self, work: Work) -> None:
+        """Do `work` here and now where the lane is idle; otherwise queue it. What goes wrong stays with the work."""
+        with self._changed:
+            self._check_open(work._op)
+            idle = not self._busy and not self._queue
+            self._busy = self._busy or idle
+        if not idle:
+            self.submit(work)
+            return
+        _note_accepted()
+        try:
+            work.run()
+        finally:
+            self._rest()
+
     def submit(self, work: Work) -> Work:
         """Queue `work`."""
         with self._changed:
             self._check_open(work._op)
+            _note_accepted()
             self._queue.append(work)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)

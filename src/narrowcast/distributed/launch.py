@@ -1,4 +1,4 @@
-"""From a checked call to a running one: the lane, the meter, and tensors whose memory is not in one piece."""
+"""From a checked call to a running one: its tensors, the lane, the meter."""
 
 from __future__ import annotations
 
@@ -18,27 +18,67 @@ from narrowcast.distributed.wire import Wire
 from narrowcast.errors import ShapeError
 
 
+class Operands:
+    """The tensors of one call, as a protocol takes them: their elements in order in memory, outside of autograd.
+
+    Every tensor that a protocol reads or writes comes from here, so that on CUDA the side stream knows its memory.
+    """
+
+    def __init__(self, *written: Tensor) -> None:
+        self.written = list(written)
+        """What a `Work` of the call has as its result."""
+        self.touched: list[Tensor] = list(written)
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The tensor with its elements in order in memory: itself, or a copy."""
+        return self._touch(checks.plain(tensor).contiguous())
+
+    def write(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor with the same values to write into; `bring_home` copies it back where it is another."""
+        if tensor.is_contiguous() and not tensor.is_neg():
+            return self._touch(tensor)
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            raise ShapeError(
+                f"a tensor of shape {tuple(tensor.shape)} is to be written to, but its elements share memory: it was "
+                "made by expand(). Pass tensor.clone()."
+            )
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        self._copies.append((tensor, copy))
+        return self._touch(copy)
+
+    def bring_home(self) -> None:
+        """Write what copies hold into the tensors that they stand for."""
+        for tensor, copy in reversed(self._copies):  # a part of a copy before the whole
+            tensor.copy_(copy)
+
+    def _touch(self, tensor: Tensor) -> Tensor:
+        self.touched.append(tensor)
+        return tensor
+
+
 def launch(
     peers: Peers,
     call: Call,
     protocol: Callable[[Exchange], None],
-    written: Sequence[Tensor],
-    read: Sequence[Tensor],
+    operands: Operands,
     *,
     name: str | None = None,
     plain_bytes: int,
     async_op: bool,
     seed: int | None,
 ) -> Work | None:
-    """Run `protocol` in its turn; a `Work` of the tensors `written` for an asynchronous call."""
+    """Run `protocol` in its turn; a `Work` of the tensors written for an asynchronous call."""
     op, number = name or call.op, seed_of(call.codec, seed)
 
     def job() -> list[Tensor]:
         with span(f"narrowcast::{op}"):
             perform(peers, call, protocol, name=op, plain_bytes=plain_bytes, seed=number)
-        return list(written)
+            with torch.no_grad():
+                operands.bring_home()
+        return operands.written
 
-    return start(peers, op, job, [*written, *read], async_op)
+    return start(peers, op, job, operands.touched, async_op)
 
 
 def perform(
@@ -48,8 +88,11 @@ def perform(
 
     def attempt(wire: Wire, calls: int) -> None:
         meter = Meter(name, plain_bytes)
-        protocol(Exchange(wire, calls, call, Coder(call.codec, seed, meter, peers.arena, peers.device)))
-        wire.flush()
+        try:
+            protocol(Exchange(wire, calls, call, Coder(call.codec, seed, meter, peers.arena, peers.device)))
+            wire.flush()
+        finally:
+            wire.trim()
         meter.done()
 
     try:
@@ -86,24 +129,6 @@ def start(peers: Peers, op: str, job: Job, tensors: Sequence[Tensor], async_op: 
 def seed_of(codec: Codec, seed: int | None) -> int:
     """The seed of a call: drawn on the caller's thread, so that torch.manual_seed() settles it."""
     return checks.seed(seed) if codec.stochastic else 0
-
-
-def readable(tensor: Tensor) -> Tensor:
-    """A tensor with its elements in order in memory."""
-    return checks.plain(tensor).contiguous()
-
-
-def writable(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
-    """A contiguous tensor with the same values to write into, and what then brings them home."""
-    if tensor.is_contiguous() and not tensor.is_neg():
-        return tensor, lambda: None
-    if torch._debug_has_internal_overlap(tensor) == 1:
-        raise ShapeError(
-            f"a tensor of shape {tuple(tensor.shape)} is to be written to, but its elements share memory: it was made "
-            "by expand(). Pass tensor.clone()."
-        )
-    twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    return twin, lambda: tensor.copy_(twin)
 
 
 def _run(work: Work) -> list[Tensor]:

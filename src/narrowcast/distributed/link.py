@@ -30,7 +30,7 @@ from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments, two_stage
 from narrowcast.distributed.agreement import Call
 from narrowcast.distributed.exchange import Exchange
-from narrowcast.distributed.launch import launch
+from narrowcast.distributed.launch import Operands, launch
 from narrowcast.distributed.peers import Peers, peers_of
 from narrowcast.errors import CollectiveError
 
@@ -103,7 +103,7 @@ def measure_link(
     where = torch.device(device)
     found = members(group, "measure_link")
     peers = peers_of(found, where, purpose)
-    few = torch.zeros(FEW * peers.size, device=where)
+    few = torch.zeros(FEW * peers.size, dtype=torch.float32, device=where)
     trips = timed(peers, lambda: average(peers, few, as_codec("raw")), rounds=5, warm_up=True)
     rate = _row_rate(peers)
     hops = 2 * (peers.size - 1)
@@ -130,7 +130,7 @@ def slowest(peers: Peers, values: Sequence[float], about: str = "") -> list[floa
 
     What the values are `about` must be the same on all ranks.
     """
-    mine = torch.tensor(values, dtype=torch.float64).view(torch.uint8).to(peers.device)
+    mine = torch.tensor(values, dtype=torch.float64, device="cpu").view(torch.uint8).to(peers.device)
     rows = torch.empty(peers.size, mine.numel(), dtype=torch.uint8, device=peers.device)
     rows[peers.rank] = mine
 
@@ -214,4 +214,4 @@ def _stream_s(peers: Peers, nbytes: int, count: int) -> float:
 
 def _launch(peers: Peers, codec: Codec, words: str, protocol: Callable[[Exchange], None], written: Tensor) -> None:
     call = Call("measure_link", codec, words)
-    launch(peers, call, protocol, [written], [], plain_bytes=0, async_op=False, seed=0)
+    launch(peers, call, protocol, Operands(written), plain_bytes=0, async_op=False, seed=0)

@@ -54,7 +54,7 @@ class Message:
         try:
             self._works = [start([row], peer, tag)] if row.numel() else []
             if tail:
-                self._works.insert(0, start([torch.empty(1, dtype=torch.uint8)], peer, tag))
+                self._works.insert(0, start([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, tag))
         except RuntimeError as error:
             raise self._failed(error) from error
         finally:

@@ -21,12 +21,7 @@ def all_gather(exchange: Exchange, outputs: Sequence[Tensor], mine: Tensor) -> N
     inbox = coder.take("inbox", sum(sizes)).split(sizes)
     coder.encode(mine, inbox[rank], rank)
     incoming = [row if peer != rank else row[:0] for peer, row in enumerate(inbox)]
-    exchange.open(
-        lambda peer: inbox[rank],
-        [sizes[rank]] * exchange.size,
-        incoming,
-        lambda peer: coder.decode(inbox[peer], outputs[peer]),
-    )
+    exchange.open_to_all(inbox[rank], incoming, lambda peer: coder.decode(inbox[peer], outputs[peer]))
 
 
 def all_to_all(exchange: Exchange, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

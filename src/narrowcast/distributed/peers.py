@@ -1,74 +1,58 @@
-"""The ranks of a process group, as narrowcast meets them: one lane, one private wire, and what to do when it breaks.
+"""The ranks of a process group, as narrowcast meets them: calls in one order, in a lane, over a wire of their own.
 
-The wire is a copy of the group made from the group's own store, so the caller's collectives and narrowcast's never
-race. It is made by the first collective, which therefore is a meeting of all ranks, as every collective is.
-
-A failure is handled in one way, whatever it was. The rank that notices writes down in the store what it saw (the
-first one to write is believed by all; one that seems late or gone gets a moment to say that it waits for another),
-breaks its connections, and raises; every peer that waits for it loses its connection, reads the same record, and raises
-the same. Then:
-
-- A rank that raised, or that was late, may be there: the next collective makes a new wire, and goes on. A rank which
-  had finished the failed call before the others notices in its next one, and repeats that one on the new wire.
-- A rank that is gone stays gone: every later collective of the group raises at once.
-
-The store may be out of reach, with the process that hosts it. So what a rank saw also goes to all peers over the wire,
-as its last words before it breaks the connections.
+The wire runs on private connections (connections.py), so the caller's collectives and narrowcast's never race. Every
+purpose (collectives, gradients, a mesh) has connections of its own, and so its own order of calls. Messages between two
+ranks have one order for each tag, and share the connections of their direction; NCCL, which knows no tags, takes those
+of all tags in one order.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
 import threading
-import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from narrowcast.distributed.arena import Arena
-from narrowcast.distributed.board import Board, Failure
-from narrowcast.distributed.lane import Lane
-from narrowcast.distributed.message import WireError, brief
+from narrowcast.distributed.board import Failure
+from narrowcast.distributed.connections import Connections
+from narrowcast.distributed.lane import Lane, Work
+from narrowcast.distributed.message import WireError
 from narrowcast.distributed.wire import HostWire, Wire
-from narrowcast.errors import CollectiveError, MismatchError
+from narrowcast.errors import MismatchError
 
 T = TypeVar("T")
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Peers]] = weakref.WeakKeyDictionary()
+RECENT_TAGS = 8
+"""So many orders of messages keep their wire and buffers while nothing is on its way in them."""
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Peers | Pair]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 class Peers:
-    """What this process shares with the other ranks of a group, for one purpose."""
+    """What this process shares with the other ranks of a group, for calls in one order."""
 
-    def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, rank: int, ranks: list[int]) -> None:
-        backend = _backend(group, device)
-        self.name = name
-        self.device = device
-        self.nccl = backend.name() == "nccl"
-        self.rank = rank
-        self.ranks = ranks
-        self.timeout = _timeout(backend)
-        self.lane = Lane(f"narrowcast {name}")
+    def __init__(self, connections: Connections, tag: int | None = None) -> None:
+        self.connections = connections
+        self.name = connections.name
+        self.device = connections.device
+        self.nccl = connections.nccl
+        self.rank = connections.rank
+        self.ranks = connections.ranks
+        self.lane = Lane(f"narrowcast {self.name}")
         self.arena = Arena()
-        store: Any = c10d._get_process_group_store(group)
-        self._board = Board(f"narrowcast/{name}", store, rank, ranks, self.timeout)
-        self._closing = threading.Event()
+        self._shared, self._tag = tag is not None, tag or 0
         self._wire: Wire | None = None
         self._generation = 0
-        self._calls = 0
-        self._failure: Failure | None = None
-        """The last one."""
-        self._closed: str | None = None
-        self._pid = os.getpid()
+        connections.used_by(self)
 
     @property
     def size(self) -> int:
@@ -82,76 +66,108 @@ class Peers:
     def perform(self, op: str, protocol: Callable[[Wire, int], T]) -> T:
         """Run `protocol(wire, number of the call)`, and turn what goes wrong into an error that says so on every
         rank."""
-        self._calls += 1
+        number = self._next_number()
         cause: BaseException | None = None
         while True:
-            if self._closed is not None:
-                raise CollectiveError(f"{op}: {self._closed}") from cause
-            failure = self._failure
-            # Otherwise the others gave up a call that went well here, and wait for this one on a new wire.
-            if failure is not None and (failure.kind == "gone" or self._calls <= failure.number):
-                raise CollectiveError(failure.message(op, self.timeout)) from cause
+            self.connections.check(op, self._tag, number, cause)
             try:
-                return protocol(self._wire or self._connect(), self._calls)
+                return protocol(self._connected(), number)
             except MismatchError:
                 raise  # every rank came to it, and every message was read: the wire is as good as before
             except WireError as error:
-                cause = error
-                if not self._closing.is_set():
-                    self._fail(error.kind, error.peer, op, str(error))
+                cause, agreed = error, self._wire is not None and self._wire.agreed
+                here, there = self.ranks[self.rank], self.ranks[error.peer]
+                self._fail(Failure(error.kind, there, here, number, op, str(error), self._tag))
+                self.connections.check(op, self._tag, number, cause)
+                if agreed and self._shared:
+                    raise self.connections.failed_elsewhere(op, cause) from cause
             except BaseException as error:
-                self._fail("raised", self.rank, op, f"{type(error).__name__}: {error}")
+                self._fail(Failure.of(error, self.ranks[self.rank], number, op, self._tag))
                 raise
 
-    def close(self, reason: str) -> None:
-        """Let go of the thread, the connections and the buffers."""
-        if os.getpid() != self._pid:
+    def refuse(self, op: str, error: BaseException) -> None:
+        """Take part in a call by failing it: this rank cannot make it, and the others are to know why.
+
+        It is counted like any other. It waits for nobody: where the lane is busy, its turn comes later.
+        """
+        if self.size == 1:
             return
-        self._closed = reason
-        self._closing.set()
+
+        def job() -> list[torch.Tensor]:
+            self.give_up(op, error)
+            return []
+
+        self.lane.run_or_queue(Work(op, job))
+
+    def give_up(self, op: str, error: BaseException) -> None:
+        """`refuse`, here and now, from a job of the lane."""
+        number = self._next_number()
+        self._forget_old_wire()
+        self._fail(Failure.of(error, self.ranks[self.rank], number, op, self._tag))
+
+    def close(self, reason: str, last_words: bytes) -> None:
+        """Let go of the thread, the wire and the buffers."""
         wire, self._wire = self._wire, None
         if wire is not None and self.lane.busy:
-            here = self.ranks[self.rank]
-            wire.close(Failure("gone", here, here, self._calls, "a collective", reason).to_bytes())
+            wire.close(last_words)
         self.lane.close(reason)
         if wire is not None:
             wire.retire()
         self.arena.clear()
 
-    # -- making and breaking the wire -----------------------------------------------------------------------------
+    def _next_number(self) -> int:
+        calls = self.connections.calls
+        calls[self._tag] = calls.get(self._tag, 0) + 1
+        return calls[self._tag]
 
-    def _connect(self) -> Wire:
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        trouble = self._board.meet(self._generation, self._closing)
-        if trouble:
-            raise WireError(self.rank, trouble, "unmet")
-        left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-        try:
-            self._wire = self._make_wire(self._board.page(self._generation), left)
-        except RuntimeError as error:
-            raise WireError(self.rank, brief(error), "unmet") from error
+    def _connected(self) -> Wire:
+        """The wire, made anew where there is none on the connections of now."""
+        self._forget_old_wire()
+        if self._wire is None:
+            gloo = self.connections.connected(self._generation)
+            self._wire = self._on_device(HostWire(gloo, self._tag if self._shared else None))
         return self._wire
 
-    def _make_wire(self, store: dist.Store, within: timedelta) -> Wire:
-        host = HostWire(store, self.rank, self.ranks, self.timeout, within)
+    def _forget_old_wire(self) -> None:
+        if self._generation != self.connections.generation:
+            self._wire, self._generation = None, self.connections.generation
+
+    def _on_device(self, host: HostWire) -> Wire:
         if self.device.type != "cuda":
             return host
         from narrowcast.distributed.device_wire import NcclWire, StagedWire
 
-        return NcclWire(host, store) if self.nccl else StagedWire(host, self.device)
+        if self.nccl:
+            return NcclWire(host, self.connections.page(self._generation))
+        return StagedWire(host, self.device)
 
-    def _fail(self, kind: str, peer: int, op: str, reason: str) -> None:
-        """Write down a failure, or learn of the one that all ranks believe in, and break the wire."""
+    def _fail(self, failure: Failure) -> None:
         wire, self._wire = self._wire, None
-        failure = Failure(kind, self.ranks[peer], self.ranks[self.rank], self._calls, op, reason[:300])
-        if wire is not None and kind == "gone":
-            with contextlib.suppress(ValueError):  # it gave no reason
-                failure = Failure.from_bytes(wire.last_words(peer))
-        self._failure = self._board.report(self._generation, failure)
-        self._generation += 1
+        self.connections.fail(self._generation, wire, failure)
         if wire is not None:
-            wire.close(self._failure.to_bytes())
             wire.retire()
+
+
+class Pair:
+    """Messages from one rank to another, with any number of tags."""
+
+    def __init__(self, connections: Connections) -> None:
+        self.connections = connections
+        self._alive: weakref.WeakValueDictionary[int, Peers] = weakref.WeakValueDictionary()
+        self._recent: OrderedDict[int, Peers] = OrderedDict()
+
+    def order_of(self, tag: int) -> Peers:
+        """Those messages that have this tag; over NCCL, all of them."""
+        key = 0 if self.connections.nccl else tag
+        with _lock:
+            order = self._alive.get(key)
+            if order is None:
+                order = self._alive[key] = Peers(self.connections, None if self.connections.nccl else tag)
+            self._recent[key] = order
+            self._recent.move_to_end(key)
+            if len(self._recent) > RECENT_TAGS:
+                self._recent.popitem(last=False)
+            return order
 
 
 def peers_of(group: dist.ProcessGroup, device: torch.device, purpose: object = "collectives") -> Peers:
@@ -161,44 +177,38 @@ def peers_of(group: dist.ProcessGroup, device: torch.device, purpose: object = "
         key = (purpose, device.type)
         if key not in of_group:
             ranks = dist.get_process_group_ranks(group)
-            of_group[key] = _make(group, device, str(purpose), group.rank(), ranks)
-        return of_group[key]
+            of_group[key] = Peers(_connections(group, device, str(purpose), group.rank(), ranks))
+        return of_group[key]  # type: ignore[return-value]
 
 
-def pair_with(group: dist.ProcessGroup, device: torch.device, peer: int, way: tuple[int, int, int]) -> Peers:
-    """This rank and `peer` (by its number in the group), for messages from way[0] to way[1] with the tag way[2]."""
+def pair_with(group: dist.ProcessGroup, device: torch.device, source: int, target: int, tag: int) -> Peers:
+    """The two ranks (by their numbers in the group) of messages from `source` to `target` with this tag."""
     with _lock:
         of_group = _made.setdefault(group, {})
-        key = (way, device.type)
+        key = (source, target, device.type)
         if key not in of_group:
             everyone = dist.get_process_group_ranks(group)
-            low, high = sorted((group.rank(), peer))
-            purpose = f"{way[0]} to {way[1]} tag {way[2]}"
-            of_group[key] = _make(group, device, purpose, int(group.rank() == high), [everyone[low], everyone[high]])
-        return of_group[key]
+            low, high = sorted((source, target))
+            ranks, mine = [everyone[low], everyone[high]], int(group.rank() == high)
+            of_group[key] = Pair(_connections(group, device, f"{source} to {target}", mine, ranks))
+        pair = of_group[key]
+    assert isinstance(pair, Pair)
+    return pair.order_of(tag)
 
 
-def _make(group: dist.ProcessGroup, device: torch.device, purpose: str, rank: int, ranks: list[int]) -> Peers:
-    made = Peers(f"{group.group_name} {purpose} {device.type}", group, device, rank, ranks)
-    # torch lets go of a group's store when the group is destroyed, even while the caller still holds the group.
-    weakref.finalize(c10d._get_process_group_store(group), made.close, "the process group was destroyed")
-    return made
+def last_device(group: dist.ProcessGroup) -> torch.device:
+    """The device of the collectives of a group so far; of a new one, that of its backend."""
+    with _lock:
+        for made in reversed(_made.get(group, {}).values()):
+            if isinstance(made, Peers):
+                return made.device
+    return torch.device("cuda" if "cuda" in map(str, group._device_types) else "cpu")
 
 
-def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    try:
-        return group._get_backend(device)
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"group {group.group_name!r} has no backend for {device.type} tensors. Name one for each device: "
-            'init_process_group("cpu:gloo,cuda:nccl").'
-        ) from error
-
-
-def _timeout(backend: Any) -> timedelta:
-    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else c10d.default_pg_timeout
+def _connections(
+    group: dist.ProcessGroup, device: torch.device, purpose: str, rank: int, ranks: list[int]
+) -> Connections:
+    return Connections(f"{group.group_name} {purpose} {device.type}", group, device, rank, ranks)
 
 
 def _forget_in_child() -> None:

@@ -126,8 +126,7 @@ class Piece(Parts):
         for strip, rows, out in zip(self.strips, received, sums, strict=True):
             if len(out):
                 strip.add_up(rows, self.rank, divisor, out)
-        for peer in self.exchange.targets:
-            self.exchange.send(mine, peer, 1)
+        self.exchange.send_to_all(mine, stage=1)
 
     def collect(self) -> None:
         """Decode the sums of the others."""

@@ -16,15 +16,15 @@ from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
 from narrowcast.distributed.agreement import Call
 from narrowcast.distributed.collectives import AnyCodec
+from narrowcast.distributed.entry import message
 from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.lane import Work
-from narrowcast.distributed.launch import launch, readable, writable
+from narrowcast.distributed.launch import Operands, launch
 from narrowcast.distributed.peers import pair_with
-from narrowcast.distributed.uncompiled import uncompiled
 from narrowcast.errors import ShapeError
 
 
-@uncompiled
+@message
 def send(
     tensor: Tensor,
     dst: int | None = None,
@@ -39,7 +39,7 @@ def send(
     _send(tensor, dst, group, tag, group_dst, codec, seed, "send", False)
 
 
-@uncompiled
+@message
 def isend(
     tensor: Tensor,
     dst: int | None = None,
@@ -54,7 +54,7 @@ def isend(
     return _send(tensor, dst, group, tag, group_dst, codec, seed, "isend", True)
 
 
-@uncompiled
+@message
 def recv(
     tensor: Tensor,
     src: int | None = None,
@@ -72,7 +72,7 @@ def recv(
     return src if group_src is None else dist.get_global_rank(found, group_src)  # type: ignore[return-value]
 
 
-@uncompiled
+@message
 def irecv(
     tensor: Tensor,
     src: int | None = None,
@@ -100,10 +100,11 @@ def _send(
     found = arguments.group_of(group, name)
     if found is None:
         return None
-    source = readable(arguments.tensor(tensor, "tensor"))
+    operands = Operands(tensor)
+    source = operands.read(arguments.tensor(tensor, "tensor"))
     peer = _other(arguments.one_of(dst, group_dst, found, "dst", "group_dst"), found, "dst")
     chosen = as_codec(codec)
-    pair = pair_with(found, source.device, peer, (found.rank(), peer, _tag(tag)))
+    pair = pair_with(found, source.device, found.rank(), peer, arguments.message_tag(tag))
     rows = chosen.as_rows(source)
 
     def protocol(exchange: Exchange) -> None:
@@ -113,17 +114,8 @@ def _send(
         exchange.open(lambda rank: data, sizes, [data[:0]] * 2)
 
     call = _message(chosen, source, found.rank(), peer, tag, found)
-    return launch(
-        pair,
-        call,
-        protocol,
-        [tensor],
-        [source],
-        name=name,
-        plain_bytes=arguments.nbytes(source),
-        async_op=async_op,
-        seed=seed,
-    )
+    plain = arguments.nbytes(source)
+    return launch(pair, call, protocol, operands, name=name, plain_bytes=plain, async_op=async_op, seed=seed)
 
 
 def _receive(
@@ -144,19 +136,18 @@ def _receive(
         raise ShapeError(f"src=None: {name} with a codec needs to know the sender, which must agree on it. Pass src=.")
     peer = _other(arguments.one_of(src, group_src, found, "src", "group_src"), found, "src")
     chosen = as_codec(codec)
-    pair = pair_with(found, target.device, peer, (peer, found.rank(), _tag(tag)))
-    home, bring_home = writable(target)
-    rows = chosen.as_rows(home)
+    pair = pair_with(found, target.device, peer, found.rank(), arguments.message_tag(tag))
+    operands = Operands(tensor)
+    rows = chosen.as_rows(operands.write(target))
 
     def protocol(exchange: Exchange) -> None:
         data = exchange.coder.take("inbox", exchange.coder.nbytes(rows))
         incoming = [data[:0] if rank == exchange.rank else data for rank in range(2)]
         exchange.open(lambda rank: data, [0, 0], incoming)
         exchange.coder.decode(data, rows)
-        bring_home()
 
     call = _message(chosen, target, peer, found.rank(), tag, found)
-    return launch(pair, call, protocol, [tensor], [home], name=name, plain_bytes=0, async_op=async_op, seed=0)
+    return launch(pair, call, protocol, operands, name=name, plain_bytes=0, async_op=async_op, seed=0)
 
 
 def _message(codec: Any, tensor: Tensor, source: int, target: int, tag: int, group: dist.ProcessGroup) -> Call:
@@ -170,9 +161,3 @@ def _other(peer: int, group: dist.ProcessGroup, name: str) -> int:
     if peer == group.rank():
         raise ShapeError(f"{name}: is this rank itself. A message goes to another rank; copy the tensor instead.")
     return peer
-
-
-def _tag(tag: object) -> int:
-    if isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
-        raise ShapeError(f"tag={tag!r}: a tag is an integer of zero or more.")
-    return tag

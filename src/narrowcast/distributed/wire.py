@@ -1,4 +1,4 @@
-"""Bytes between ranks: a private gloo copy of a process group.
+"""Bytes between ranks, over connections of narrowcast's own (gloo.py).
 
 A `Wire` belongs to one lane and is used by one thread at a time. It does three things:
 
@@ -10,7 +10,7 @@ A `Wire` belongs to one lane and is used by one thread at a time. It does three 
   time ranks send to different ones; at most `ROUNDS` rows to each are under way, and none waits for a receive. So a
   link stays busy while its rank encodes, adds up or decodes. bench/wire.py holds it against gloo's own collectives.
 - `close`: breaks the connections, so that every peer that waits for this rank learns of a failure at once; and says
-  why first, in a message for which every rank has been listening since the wire was made (`last_words`).
+  why first (`last_words`).
 
 Every wait is bounded by the group's timeout, and ends within two seconds where a connection breaks (message.py), unless
 it cuts a short message. What goes wrong is a `WireError` that names the peer.
@@ -19,16 +19,14 @@ it cuts a short message. What goes wrong is a `WireError` that names the peer.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast.distributed import agreement
+from narrowcast.distributed.gloo import Gloo
 from narrowcast.distributed.message import Message, Watch, WireError
 from narrowcast.errors import MismatchError
 
@@ -44,8 +42,11 @@ of the time of an all_reduce."""
 ROUNDS = 3
 """To each peer, so many rows may be on their way."""
 
-_HEADERS, _LAST_WORDS, _NEVER_SENT, _ROWS = 0, 1, 2, 3
-_WORDS_BYTES = 2048
+_HEADERS, _ROWS = 0, 3
+"""The tags of a wire that has the connections to itself. Those of stage s are `_ROWS + s`."""
+
+_FIRST_SHARED = 8
+"""From here on, a message's tag takes two of gloo's, which are 31-bit numbers (arguments.MOST_TAG)."""
 
 
 class Wire(Protocol):
@@ -59,6 +60,10 @@ class Wire(Protocol):
     """How many pieces of a tensor may be under way at a time."""
     eager: int
     """Rows of up to so many bytes travel with the header."""
+
+    @property
+    def agreed(self) -> bool:
+        """Whether ranks have agreed on the call that is under way, and rows may be."""
 
     def agree(
         self,
@@ -79,14 +84,18 @@ class Wire(Protocol):
         Calling what is returned gives the peers one by one, as their rows are there.
         """
 
-    def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
-        """Start sending a row; one of no bytes is not sent. It must stay as it is for `turns` more of these calls.
+    def send(self, row: Tensor, peers: Sequence[int], stage: int = 0) -> None:
+        """Start sending a row to some peers; one of no bytes is not sent.
 
-        A stage is a sequence of rows of its own: those of one stage to one peer arrive in order.
+        It must stay as it is until `turns` more rows have been sent, counted by peer. A stage is a sequence of rows of
+        its own: those of one stage to one peer arrive in order.
         """
 
     def flush(self) -> None:
         """Wait until all headers and rows are sent: the end of every collective."""
+
+    def trim(self) -> None:
+        """Give back memory that is large, once a collective is over."""
 
     def close(self, last_words: bytes = b"") -> None:
         """Break every connection, so that peers which wait for this rank learn of it, and of the reason."""
@@ -99,31 +108,31 @@ class Wire(Protocol):
 
 
 class HostWire:
-    """A wire for rows in host memory."""
+    """A wire for rows in host memory.
+
+    A `tag` sets its messages apart from those of other wires on the same connections. One with a tag comes and goes,
+    and does not wait for headers ahead of a call.
+    """
 
     pieces = 4
     eager = EAGER
 
-    def __init__(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, connect_within: timedelta
-    ) -> None:
-        self.rank = rank
-        self.size = len(ranks)
-        self.timeout = timeout
-        self._ranks = ranks
-        self._targets = [(rank + i) % self.size for i in range(1, self.size)]
-        self._sources = [(rank - i) % self.size for i in range(1, self.size)]
-        self._group: Any = dist.ProcessGroupGloo(store, rank, self.size, connect_within)
+    def __init__(self, gloo: Gloo, tag: int | None = None) -> None:
+        self.gloo = gloo
+        self.rank = gloo.rank
+        self.size = gloo.size
+        self.agreed = False
+        self._ahead = tag is None
+        self._tags = (_HEADERS, _ROWS) if tag is None else (_FIRST_SHARED + 2 * tag, _FIRST_SHARED + 2 * tag + 1)
         self._length = agreement.header_bytes(self.size)
-        self._slots = torch.empty(2, self.size, self._length + EAGER, dtype=torch.uint8)
+        with torch.inference_mode(False):  # it outlives the call
+            self._slots = torch.empty(2, self.size, self._length + EAGER, dtype=torch.uint8, device="cpu")
         self._headers: list[Message] = []
         self._window = ROUNDS * (self.size - 1)
         self.turns = self._window + 1
-        look = functools.partial(_look, self._group, timeout)
-        self._going = Watch("narrowcast going", look)
-        self._coming = Watch("narrowcast coming", look)
-        self._heard = torch.zeros(self.size, _WORDS_BYTES, dtype=torch.uint8)
-        self._listening = [self._receive(self._heard[peer], peer, _LAST_WORDS) for peer in self._sources]
+        self._going = Watch("narrowcast going", gloo.look)
+        self._coming = Watch("narrowcast coming", gloo.look)
+        gloo.used_by(self)
 
     def agree(
         self,
@@ -132,11 +141,12 @@ class HostWire:
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
+        self.agreed = False
         self._going.wait()  # the headers of the last call lie where those of this one are to be
         outgoing, came = self._slots
         receives, self._headers = self._headers or self._expect_headers(), []
         outgoing[:, : self._length] = header
-        for peer in self._targets:
+        for peer in self.gloo.targets:
             row = eager(peer)
             total = self._length
             if row is not None:
@@ -152,22 +162,24 @@ class HostWire:
                 self._coming.wait()
         came[self.rank, : self._length] = header
         headers = came[:, : self._length].numpy().copy()
-        for peer in self._sources:
+        for peer in self.gloo.sources:
             row = incoming[peer]
             if 0 < len(row) <= EAGER:
                 row.copy_(came[peer, self._length : self._length + len(row)])
         # Those of the next call: a peer that is early need not ask first. One that has all it needs may have left; if
         # there is a next call, that one says so.
-        with contextlib.suppress(WireError):
-            self._headers = self._expect_headers()
+        if self._ahead:
+            with contextlib.suppress(WireError):
+                self._headers = self._expect_headers()
         try:
-            agreement.check(headers, self._ranks)
+            agreement.check(headers, self.gloo.ranks)
         except MismatchError:
             self.flush()  # the others are to read the same, even if this process ends with it
             raise
+        self.agreed = True
 
     def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
-        receives = [self._receive(incoming[peer], peer, _ROWS + stage) for peer in self._sources]
+        receives = [self._receive(incoming[peer], peer, _ROWS + stage) for peer in self.gloo.sources]
 
         def arrivals() -> Iterator[int]:
             if any(len(row) for row in incoming):
@@ -178,46 +190,45 @@ class HostWire:
 
         return arrivals
 
-    def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
-        self._going.wait(self._window - 1)
-        self._going.add(self._send(row, peer, _ROWS + stage))
+    def send(self, row: Tensor, peers: Sequence[int], stage: int = 0) -> None:
+        for peer in peers:
+            self._going.wait(self._window - 1)
+            self._going.add(self._send(row, peer, _ROWS + stage))
 
     def flush(self) -> None:
         self._going.wait()
 
+    def trim(self) -> None:
+        pass
+
     def close(self, last_words: bytes = b"") -> None:
-        words = torch.zeros(_WORDS_BYTES, dtype=torch.uint8)
-        words[: len(last_words)] = agreement.as_tensor(last_words) if last_words else 0
-        for peer in self._targets:
-            with contextlib.suppress(WireError):  # it may be the one that is gone
-                self._send(words, peer, _LAST_WORDS)
-        for peer in self._sources:  # a wait that runs into its time limit breaks all of them
-            with contextlib.suppress(WireError):
-                self._receive(words[:1], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
-        for watch in (self._going, self._coming):
-            watch.give_up(WireError(self.rank, "the wire was closed", "gone"))
+        self.gloo.close(last_words)
 
     def last_words(self, peer: int) -> bytes:
-        return self._heard[peer].numpy().tobytes().rstrip(b"\0")
+        return self.gloo.last_words(peer)
+
+    def give_up(self, error: WireError) -> None:
+        """Let whoever waits for a message raise, in whatever thread it is."""
+        for watch in (self._going, self._coming):
+            watch.give_up(error)
 
     def retire(self) -> None:
         for watch in (self._going, self._coming):
             watch.close()
 
     def _expect_headers(self) -> list[Message]:
-        return [self._receive(self._slots[1, peer], peer, _HEADERS) for peer in self._sources]
+        return [self._receive(self._slots[1, peer], peer, _HEADERS) for peer in self.gloo.sources]
 
-    def _send(self, row: Tensor, peer: int, tag: int) -> Message:
-        return Message(self._group.send, row, peer, tag, self.timeout, _has_tail(row, tag))
+    def _send(self, row: Tensor, peer: int, kind: int) -> Message:
+        return self.gloo.send(row, peer, self._tag(kind), _has_tail(row, kind))
 
-    def _receive(self, row: Tensor, peer: int, tag: int) -> Message:
-        return Message(self._group.recv, row, peer, tag, self.timeout, _has_tail(row, tag))
+    def _receive(self, row: Tensor, peer: int, kind: int) -> Message:
+        return self.gloo.receive(row, peer, self._tag(kind), _has_tail(row, kind))
+
+    def _tag(self, kind: int) -> int:
+        headers, rows = self._tags
+        return headers if kind == _HEADERS else rows + kind - _ROWS
 
 
-def _has_tail(row: Tensor, tag: int) -> bool:
-    return tag >= _ROWS and row.numel() > SHORT
-
-
-def _look(group: Any, timeout: timedelta, peer: int) -> None:
-    """Raise where the connection to a peer is gone: gloo starts no receive there."""
-    Message(group.recv, torch.empty(1, dtype=torch.uint8), peer, _NEVER_SENT, timeout)
+def _has_tail(row: Tensor, kind: int) -> bool:
+    return kind >= _ROWS and row.numel() > SHORT

@@ -37,7 +37,7 @@ from narrowcast.distributed.gradients.fsdp_torch import AllGather, Group, Reduce
 from narrowcast.distributed.gradients.options import Mode, for_gradients
 from narrowcast.distributed.gradients.shards import Shard, gather_shards, lay_out_shards, reduce_shards
 from narrowcast.distributed.gradients.telemetry import BucketStats
-from narrowcast.distributed.launch import launch, start
+from narrowcast.distributed.launch import Operands, launch, start
 from narrowcast.distributed.peers import Peers, peers_of
 from narrowcast.errors import ModelKindError, SpecError
 
@@ -190,8 +190,9 @@ class _Gather(AllGather):
             counted.count_gather(plain, exchange.coder.meter.sent_bytes)
 
         call = Call("parameters", codec, f"group {self._group.index}, dtype={matrix.dtype}, numel={matrix.numel()}")
-        written, read = [output_tensor], [input_tensor]
-        return launch(peers, call, protocol, written, read, plain_bytes=plain, async_op=async_op, seed=0)
+        operands = Operands(output_tensor)
+        operands.read(input_tensor)
+        return launch(peers, call, protocol, operands, plain_bytes=plain, async_op=async_op, seed=0)
 
     def _why_not(self, output: Tensor, columns: int, ranks: int) -> str:
         """Why torch has to gather this one."""
