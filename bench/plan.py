@@ -38,6 +38,7 @@ from machine import sentence  # noqa: E402
 from narrowcast import distributed as ncd  # noqa: E402
 from narrowcast.distributed.gradients.compression import GradientCompression  # noqa: E402
 from narrowcast.distributed.plan import NONE, plan  # noqa: E402
+from netlab.tcp import choose  # noqa: E402
 
 NETWORKS = {f"{ranks}x{rate}": (ranks, rate) for rate in ("100mbit", "1gbit", "unlimited") for ranks in (2, 4)}
 BUCKETS = (1 << 18, 6_553_600)
@@ -115,17 +116,8 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         job = {"codecs": codecs, "rounds": rounds, "buckets": buckets, "gradients": gradients}
         job["output"] = f"{folder}/out"
-        command = [
-            sys.executable,
-            str(HERE / "netlab"),
-            "--ranks",
-            str(ranks),
-            "--only",
-            "0",
-            "--quiet",
-            "--tcp",
-            "cubic",
-        ]
+        command = [sys.executable, str(HERE / "netlab"), "--ranks", str(ranks), "--only", "0", "--quiet"]
+        command += ["--tcp", choose()]
         command += [] if rate == "unlimited" else ["--rate", rate]
         command += ["--", sys.executable, str(HERE / "plan.py"), "--rank", json.dumps(job)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)

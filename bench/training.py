@@ -45,6 +45,7 @@ import training_ranks  # noqa: E402
 import training_report  # noqa: E402
 from machine import sentence  # noqa: E402
 from narrowcast.cli.byte_gpt import GPTConfig  # noqa: E402
+from netlab.tcp import choose  # noqa: E402
 from training_rivals import METHODS  # noqa: E402
 
 RANKS = 4
@@ -111,7 +112,7 @@ def speed(given: argparse.Namespace, results: Results, progress: Progress) -> No
         key = f"speed/{model}/{rate}"
         progress.update(bar, description=key)
         if results.missing(key, settings):
-            lab = [str(HERE / "netlab"), "--ranks", str(RANKS), "--only", "0", "--tcp", "cubic", "--rate", rate]
+            lab = [str(HERE / "netlab"), "--ranks", str(RANKS), "--only", "0", "--tcp", choose(), "--rate", rate]
             (found,) = launch({"part": "speed", **settings}, *lab, "--", sys.executable)
             results.add(key, settings, found)
         progress.advance(bar)

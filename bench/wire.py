@@ -45,6 +45,7 @@ from data import sqnr  # noqa: E402
 from machine import sentence  # noqa: E402
 from narrowcast import distributed as ncd  # noqa: E402
 from netlab import read  # noqa: E402
+from netlab.tcp import choose  # noqa: E402
 
 MB = 1 << 20
 REPEAT = 5
@@ -259,12 +260,13 @@ def main() -> None:
     console = Console()
     wanted = tuple(given.only.split(","))
     found: list[dict[str, Any]] = []
+    tcp = choose(given.tcp)
     for scenario in track([s for s in SCENARIOS if s.name.startswith(wanted)], "measuring", console=console):
-        found += run(scenario, given.rounds, given.tcp)
+        found += run(scenario, given.rounds, tcp)
     table = markdown(found)
     print(table)
     if given.out:
-        head = f"# all_reduce on a network in a box\n\n{sentence()}, TCP {given.tcp}. "
+        head = f"# all_reduce on a network in a box\n\n{sentence()}, TCP {tcp}. "
         head += f"Command: `{' '.join(sys.argv)}`. "
         head += "What the columns mean stands at the top of bench/wire.py.\n\n"
         given.out.mkdir(parents=True, exist_ok=True)

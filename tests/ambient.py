@@ -1,15 +1,18 @@
 """What may surround a call: process-wide and thread-wide states of torch that must not change any number.
 
 `surrounded(name)` enters one of `SURROUNDINGS` and restores what was before. A test that takes the fixture `ambient`
-(conftest.py) runs once in each; ranks of a process group, which are processes of their own, call `surrounded`
-themselves.
+(conftest.py) runs once in each. In ranks, which are processes of their own, `surround_calls` lets every call of a
+module's functions run in the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -74,3 +77,24 @@ def surrounded(name: str | None) -> Iterator[None]:
     """Run in the surroundings of that name; None for plain ones."""
     with contextlib.nullcontext() if name is None else SURROUNDINGS[name]():
         yield
+
+
+def surround_calls(module: Any, functions: Sequence[str], leave_out: Sequence[str] = ()) -> None:
+    """Let each call of these functions of `module` run in the next of the surroundings, from now on."""
+    names = itertools.cycle([None, *(name for name in SURROUNDINGS if name not in leave_out)])
+
+    def surrounding(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            name = next(names)
+            try:
+                with surrounded(name):
+                    return function(*args, **kwargs)
+            except Exception as error:
+                error.add_note(f"in the surroundings {name!r}")
+                raise
+
+        return call
+
+    for name in functions:
+        setattr(module, name, surrounding(getattr(module, name)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from . import tcp
 from .counters import Counters
 from .network import Network
 from .supervise import Ended, described
@@ -19,16 +19,10 @@ MADE_BY = {
 }
 
 
-def congestion_control() -> str:
-    """How TCP behaves is part of the network, and namespaces take it from the machine."""
-    path = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-    return path.read_text().strip() if path.exists() else "unknown"
-
-
 def headline(network: Network) -> str:
     how = [str(network.link), *([MADE_BY[network.delay_by]] if network.link.delay else [])]
     count = len(network.addresses)
-    return f"{count} rank{'s' if count > 1 else ''}, {', '.join(how)}, TCP {network.tcp or congestion_control()}"
+    return f"{count} rank{'s' if count > 1 else ''}, {', '.join(how)}, TCP {network.tcp or tcp.current()}"
 
 
 def summary(network: Network, counters: list[Counters], ended: Mapping[int, Ended], code: int) -> dict[str, Any]:
@@ -43,7 +37,7 @@ def summary(network: Network, counters: list[Counters], ended: Mapping[int, Ende
         "rate_bits_per_second": network.link.rate,
         "delay_seconds": network.link.delay,
         "delay_by": network.delay_by,
-        "tcp": network.tcp or congestion_control(),
+        "tcp": network.tcp or tcp.current(),
         "exit_code": code,
         "per_rank": rows,
     }

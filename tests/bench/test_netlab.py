@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from netlab_run import PINGS, lines, netlab, networked, python
 
+from netlab import tcp
 from netlab.link import FRAME, PAYLOAD, Link, parse_rate
 
 pytestmark = pytest.mark.timeout(120)
@@ -133,3 +134,16 @@ def test_an_all_reduce_works_and_its_bytes_are_counted(tmp_path: Path) -> None:
         assert (row["exit_code"], row["tx_dropped"], row["rx_dropped"]) == (0, 0, 0)
     assert sum(row["tx_bytes"] for row in rows) == sum(row["rx_bytes"] for row in rows)
     assert "hostname" not in done.stderr  # torch warns when a rank's address has no name
+
+
+def test_benchmarks_take_the_tcp_that_the_machine_allows_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tcp, "SETTINGS", tmp_path)
+    (tmp_path / "tcp_congestion_control").write_text("bbr\n")
+    (tmp_path / "tcp_allowed_congestion_control").write_text("reno cubic\n")
+    assert tcp.choose() == "cubic"
+    assert capsys.readouterr().err == ""
+    (tmp_path / "tcp_allowed_congestion_control").write_text("reno bbr\n")
+    assert tcp.choose() == "bbr"
+    assert "may not use TCP cubic: taking bbr" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ambient import surround_calls
 from ports import free_port
 
 _context = multiprocessing.get_context("forkserver")
@@ -40,6 +41,10 @@ class Outcome:
     trace: str = ""
     exitcode: int | None = None
     seconds: float = 0.0
+
+
+AMBIENT = False
+"""Whether each call of a collective runs in other surroundings, in turn (conftest.py sets it)."""
 
 
 def run(
@@ -79,7 +84,8 @@ def outcomes_of(
         pipes, processes = [], []
         for rank in range(world):
             here, there = _context.Pipe(duplex=False)
-            target = (rank, world, method, group_timeout, init, there, function, args, f"{folder}/stacks {rank}")
+            stacks = f"{folder}/stacks {rank}"
+            target = (rank, world, method, group_timeout, init, AMBIENT, there, function, args, stacks)
             process = _context.Process(target=_main, args=target, daemon=True)
             process.start()
             there.close()
@@ -141,6 +147,7 @@ def _main(
     method: str,
     group_timeout: float,
     init: bool,
+    ambient: bool,
     pipe: Connection,
     function: Any,
     args: Any,
@@ -150,6 +157,8 @@ def _main(
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     outcome, start = Outcome(), time.monotonic()
+    if ambient:
+        surround_collectives()
     try:
         if init:
             limit = datetime.timedelta(seconds=group_timeout)
@@ -164,6 +173,16 @@ def _main(
     pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def surround_collectives() -> None:
+    """Let every collective of this process run in surroundings that change from call to call."""
+    from narrowcast import distributed as ncd
+
+    messages = ["send", "recv", "isend", "irecv"]
+    surround_calls(ncd, [name for name in ncd.__all__ if name.startswith(("all_", "reduce_", "broad"))] + messages)
+    names = ["all_gather", "all_reduce", "all_to_all_single", "reduce_scatter"]
+    surround_calls(ncd.functional, names, leave_out=["inference mode", "no grad"])  # where nothing has a gradient
 
 
 def _picklable(error: BaseException) -> BaseException:

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from narrowcast.distributed.board import Board, Failure
+from narrowcast.distributed.gloo import LAST_WORDS_BYTES
 
 
 def _failure(kind: str, seen_by: int, rank: int) -> Failure:
@@ -58,3 +59,14 @@ def test_what_is_known_is_written_and_nobody_asked(failure: Failure) -> None:
     assert board.report(0, failure) == failure
     assert Failure.from_bytes(board.page(0).get("failure")) == failure
     assert not board.page(0).check([f"saw/{failure.seen_by}"])
+
+
+@pytest.mark.parametrize("text", ["plain " * 1000, "\U0001f600" * 160, "\U0001f600" * 5000, '"\\\n\x00' * 400, ""])
+def test_a_failure_fits_its_record_whatever_its_reason_and_is_read_back(text: str) -> None:
+    failure = Failure("raised", 1, 1, 2**40, "all_reduce between hosts", text, 2**29)
+    data = failure.to_bytes(LAST_WORDS_BYTES)
+    assert len(data) <= LAST_WORDS_BYTES
+    read = Failure.from_bytes(data)
+    assert text.startswith(read.reason)
+    assert (read.number, read.op, read.tag) == (failure.number, failure.op, failure.tag)
+    assert len(text) < 100 or len(data) > LAST_WORDS_BYTES - 13, "no more is cut than must be"

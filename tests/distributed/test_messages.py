@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +13,8 @@ from torch import Tensor
 
 from cases import CODECS, DTYPES, mixed, same_bits
 from narrowcast import distributed as ncd
-from narrowcast.errors import MismatchError
+from narrowcast.distributed import arguments
+from narrowcast.errors import MismatchError, ShapeError
 
 CASES = [
     *((name, (4, 33), DTYPES[i % 4]) for i, name in enumerate(CODECS)),
@@ -166,6 +170,45 @@ def beside_collectives(rank: int) -> None:
 
 def test_messages_and_collectives_do_not_wait_for_each_other() -> None:
     run(3, beside_collectives)
+
+
+def many_tags(rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Descriptors and threads after a few tags, and after many more: some out of order, some large."""
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def exchange(tags: list[int]) -> None:
+        numel = {tag: 50_000 if tag % 50 == 7 else 100 for tag in tags}
+        if rank == 0:
+            work = [ncd.isend(torch.full((numel[tag],), float(tag)), 1, tag=tag, codec="raw") for tag in tags]
+        else:
+            received = {tag: torch.zeros(numel[tag]) for tag in tags}
+            work = [ncd.irecv(received[tag], 0, tag=tag, codec="raw") for tag in reversed(tags)]
+        for one in work:
+            one.wait()  # type: ignore[union-attr]
+        if rank == 1:
+            assert all(bool((x == tag).all()) for tag, x in received.items())
+
+    exchange(list(range(10)))
+    time.sleep(1.5)  # threads that have nothing to do for a second end
+    before = held()
+    for start in range(10, 410, 20):
+        exchange(list(range(start, start + 20)))
+    exchange([2**30 - 9, 2**29, 3])
+    time.sleep(1.5)
+    return before, held()
+
+
+def test_any_number_of_tags_takes_no_more_descriptors_and_threads_than_one() -> None:
+    for before, after in run(2, many_tags):
+        assert after <= before
+
+
+@pytest.mark.parametrize("tag", [-1, 2**30, 1.0, True, "1"])
+def test_a_tag_that_cannot_be_is_refused_in_words(tag: object) -> None:
+    with pytest.raises(ShapeError, match=r"tag=.*: a tag is an integer from 0 to 1073741815\."):
+        arguments.message_tag(tag)
 
 
 def disagreeing(rank: int) -> None:

@@ -1,0 +1,32 @@
+"""Every test of the suites below runs twice: plain, and with calls in each of the surroundings of ambient.py in turn.
+
+A new test in them gets that for free. One with many sets of parameters is surrounded with the second of them only.
+"""
+
+from __future__ import annotations
+
+import pytest
+import ranks
+
+SURROUNDED = ("test_async", "test_collectives", "test_exact", "test_functional", "test_mesh", "test_messages")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__ in SURROUNDED:
+        metafunc.fixturenames.append("surroundings")
+        metafunc.parametrize("surroundings", ["plain", "surrounded"], indirect=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    surrounded: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if getattr(item, "callspec", None) and item.callspec.params.get("surroundings") == "surrounded":
+            surrounded.setdefault((item.path, item.originalname), []).append(item)
+    extra = {id(item) for found in surrounded.values() for item in (found[:1] + found[2:] if found[1:] else [])}
+    items[:] = [item for item in items if id(item) not in extra]
+
+
+@pytest.fixture
+def surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(ranks, "AMBIENT", request.param == "surrounded")
+    return str(request.param)
