@@ -15,6 +15,8 @@ from torch import Tensor
 
 from cases import mixed
 from narrowcast import distributed as ncd
+from narrowcast.distributed import launch
+from narrowcast.distributed.coder import Coder
 from narrowcast.errors import CollectiveError
 
 SIZES = (3, 700, 60_000, 0, 128, 9_000)
@@ -194,3 +196,66 @@ def from_threads(rank: int) -> None:
 
 def test_groups_work_side_by_side_in_threads() -> None:
     run(3, from_threads)
+
+
+def known_memory(rank: int) -> None:
+    """Every tensor that a protocol encodes from or decodes into is among those that `start` is told of.
+
+    On CUDA these are the ones whose memory the allocator keeps until the side stream is done with it.
+    """
+    known, used = set(), set()
+    plain_start, plain_encode = launch.start, Coder.encode
+    plain_decode, plain_sum, plain_sum_encode = Coder.decode, Coder.sum, Coder.sum_encode
+
+    def start(peers: Any, op: str, job: Any, tensors: Any, async_op: bool) -> Any:
+        known.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        return plain_start(peers, op, job, tensors, async_op)
+
+    def note(*tensors: Tensor) -> None:
+        used.update(tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel())
+
+    def encode(self: Coder, rows: Tensor, out: Tensor, *key: int) -> Tensor:
+        note(rows)
+        return plain_encode(self, rows, out, *key)
+
+    def decode(self: Coder, data: Tensor, out: Tensor) -> None:
+        note(out)
+        plain_decode(self, data, out)
+
+    def summed(self: Coder, data: Tensor, own: Tensor, rank: int, divisor: int, out: Tensor) -> None:
+        note(own, out)
+        plain_sum(self, data, own, rank, divisor, out)
+
+    def sum_encode(self: Coder, data: Tensor, own: Tensor, *rest: Any) -> None:
+        note(own)
+        plain_sum_encode(self, data, own, *rest)
+
+    launch.start = start
+    Coder.encode, Coder.decode, Coder.sum, Coder.sum_encode = encode, decode, summed, sum_encode  # type: ignore[method-assign]
+
+    def gaps(*shape: int) -> Tensor:
+        return torch.ones(*shape[:-1], 2 * shape[-1])[..., ::2]
+
+    calls = {
+        "all_reduce": lambda: ncd.all_reduce(gaps(4, 50), async_op=True),
+        "reduce_scatter": lambda: ncd.reduce_scatter(gaps(2, 50), [gaps(2, 50) for _ in range(2)], async_op=True),
+        "reduce_scatter_tensor": lambda: ncd.reduce_scatter_tensor(gaps(2, 50), gaps(4, 50), async_op=True),
+        "all_gather": lambda: ncd.all_gather([gaps(2, 50) for _ in range(2)], gaps(2, 50), async_op=True),
+        "all_gather_into_tensor": lambda: ncd.all_gather_into_tensor(gaps(4, 50), gaps(2, 50), async_op=True),
+        "all_to_all": lambda: ncd.all_to_all([gaps(5) for _ in range(2)], [gaps(5) for _ in range(2)], async_op=True),
+        "all_to_all_single": lambda: ncd.all_to_all_single(gaps(4, 50), gaps(4, 50), async_op=True),
+        "broadcast": lambda: ncd.broadcast(gaps(4, 50), 0, async_op=True),
+        "message": lambda: (ncd.irecv if rank else ncd.isend)(gaps(4, 50), 1 - rank),
+    }
+    for name, call in calls.items():
+        known.clear()
+        used.clear()
+        work = call()
+        assert work is not None
+        work.wait()
+        assert used, name
+        assert used <= known, name
+
+
+def test_all_memory_of_a_call_in_flight_is_known_to_the_side_stream() -> None:
+    run(2, known_memory)

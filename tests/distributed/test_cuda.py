@@ -10,7 +10,9 @@ import torch.distributed as dist
 from ranks import run
 
 import narrowcast as nc
+from ambient import SURROUNDINGS, surrounded
 from narrowcast import distributed as ncd
+from narrowcast.distributed.arena import KEEP
 from narrowcast.distributed.device_wire import NcclWire, StagedWire
 from narrowcast.distributed.gloo import Gloo
 from narrowcast.distributed.peers import peers_of
@@ -88,6 +90,64 @@ def streams_are_ordered(rank: int) -> None:
 
 def test_a_collective_waits_for_the_callers_stream_and_the_callers_stream_for_it() -> None:
     run(2, streams_are_ordered, timeout=120, group_timeout=100)
+
+
+def pinned_memory(rank: int) -> None:
+    """Large gathers leave little pinned memory behind, and a row crosses to the host once however many get it."""
+    names: list[str] = []
+    plain = StagedWire._pinned
+
+    def counted(self: StagedWire, name: str, nbytes: int) -> torch.Tensor:
+        names.append(name)
+        return plain(self, name, nbytes)
+
+    StagedWire._pinned = counted  # type: ignore[method-assign]
+    numel, world = 25_000_000, dist.get_world_size()
+    x, out = torch.full((numel,), float(rank), device="cuda"), torch.empty(world, numel, device="cuda")
+    for _ in range(8):
+        names.clear()
+        ncd.all_gather_into_tensor(out, x, codec="raw")
+        assert [float(row[-1]) for row in out] == [float(peer) for peer in range(world)]
+        assert len([name for name in names if name.startswith("outbox")]) == 1
+    peers = peers_of(dist.group.WORLD, x.device)
+    assert isinstance(peers._wire, StagedWire)
+    held = sum(buffer.numel() for buffer in peers._wire._arena._buffers.values())
+    assert held <= KEEP
+    stats = torch.cuda.host_memory_stats()
+    assert stats["allocated_bytes.current"] <= 2 * KEEP, stats
+    names.clear()
+    ncd.all_reduce(torch.ones(1000, device="cuda"), codec="int8")
+
+
+def test_large_gathers_over_gloo_hold_little_pinned_memory_and_copy_each_row_once() -> None:
+    run(4, pinned_memory, timeout=280, group_timeout=200)
+
+
+def around_calls(rank: int) -> None:
+    """In all surroundings, the GPU's own among them, twice around."""
+    for turn in range(2):
+        for name in [None, *SURROUNDINGS]:
+            if name == "default device meta":
+                continue
+            for codec in ("int8", "nf4", "apot4", "fp8_e4m3"):
+                base = sample(rank + turn, 4000).cuda()
+                x, halves = base.clone(), base.clone().view(2000, 2)[:, 0]
+                torch.cuda.synchronize()
+                with surrounded(name):
+                    ncd.all_reduce(x, codec=codec)
+                    work = ncd.all_reduce(halves, async_op=True, codec=codec)
+                    assert work is not None
+                    work.wait()
+                torch.cuda.synchronize()
+                y, z = base.cpu(), base.cpu().view(2000, 2)[:, 0].contiguous()
+                ncd.all_reduce(y, codec=codec)
+                ncd.all_reduce(z, codec=codec)
+                assert torch.equal(x.cpu(), y), (name, codec)
+                assert torch.equal(halves.cpu(), z), (name, codec)
+
+
+def test_collectives_on_a_gpu_give_the_same_bits_whatever_surrounds_them() -> None:
+    run(2, around_calls, timeout=280, group_timeout=200)
 
 
 def one_rank_over_nccl(rank: int) -> None:

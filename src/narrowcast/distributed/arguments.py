@@ -151,5 +151,5 @@ def in_common(tensor: Tensor, codec: Codec | None = None) -> str:
 
 def message_tag(tag: object) -> int:
     if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < MOST_TAG:
-        raise ShapeError(f"tag={tag!r}: a tag is an integer from 0 to {MOST_TAG - 1}.")
+        raise ShapeError(f"tag={tag!r}: a tag is an integer of zero or more, below {MOST_TAG}.")
     return tag
