@@ -31,7 +31,9 @@ def _coder(spec: str) -> Coder:
 def _owned_by_zero(spec: str, sender: Tensor, owner: Tensor, probe: Probe | None = None) -> FeedbackStrip:
     """A strip of rank 0 of two; the residuals and the results are those given."""
     results = torch.empty(2, NUMEL)
-    return FeedbackStrip(_coder(spec), sender.unbind(), results.unbind(), 3, keeps=True, owner=owner, probe=probe)
+    return FeedbackStrip(
+        _coder(spec), sender.unbind(), results.unbind(), 3, keeps=True, owner=owner, owner_next=owner, probe=probe
+    )
 
 
 def _go(strip: FeedbackStrip, sender: Tensor, gradient: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,7 +82,9 @@ def test_elsewhere_the_residual_is_the_nearest_number_to_what_is_owed(spec: str)
 def test_with_no_residuals_and_no_probe_the_parts_stay_as_they_are() -> None:
     parts, results = mixed(2 * NUMEL).view(2, NUMEL), torch.empty(2, NUMEL)
     before = parts.clone()
-    strip = FeedbackStrip(_coder("int4"), parts.unbind(), results.unbind(), 3, keeps=False, owner=None, probe=None)
+    strip = FeedbackStrip(
+        _coder("int4"), parts.unbind(), results.unbind(), 3, keeps=False, owner=None, owner_next=None, probe=None
+    )
     row, inbox = torch.zeros(strip.sizes[0], dtype=torch.uint8), torch.zeros(2, strip.sizes[0], dtype=torch.uint8)
     strip.encode(0, 1, row)
     strip.sent()

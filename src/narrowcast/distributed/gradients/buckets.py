@@ -1,8 +1,8 @@
 """One bucket of gradients through the two-stage reduction: averaged in place.
 
-The lane does this, piece by piece: gradients are put side by side (onto their residuals, where there are some), parts
-go to their owners, sums come back, and are written over the gradients. What is exempt travels in the same messages, in
-a codec that loses nothing of its dtype. Nothing of the bucket moves before all ranks agree on it.
+The lane does this, piece by piece: gradients are put side by side (added to their residuals, where there are some),
+parts go to their owners, sums come back, and are written over the gradients. What is exempt travels in the same
+messages, in a codec that loses nothing of its dtype. Nothing of the bucket moves before all ranks agree on it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from narrowcast.distributed import two_stage
 from narrowcast.distributed.coder import Coder, lossless
 from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.gradients.columns import PieceLayout, chunk_by_chunk
-from narrowcast.distributed.gradients.feedback import FeedbackStrip, Residuals
+from narrowcast.distributed.gradients.feedback import FeedbackStrip, Residuals, Step
+from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.telemetry import Probe
 from narrowcast.distributed.piece import Piece, Strip
 
@@ -29,20 +30,20 @@ class Bucket:
     buffer: Tensor
     pieces: Sequence[PieceLayout]
     residuals: Residuals | None
+    outcome: Outcome
+    """Of the step that it belongs to."""
     probe: Probe | None
 
     def reduce(self, exchange: Exchange) -> None:
         """Average it over all ranks, in place."""
         exchange.agree()
+        if self.residuals is not None:
+            self.residuals.enter(self.outcome)
         pieces = [GradientPiece(exchange, self, layout, index) for index, layout in enumerate(self.pieces)]
         exchange.reserve(max(max(piece.sizes) for piece in pieces))
-        try:
-            two_stage.reduce(exchange, pieces, exchange.size)
-        except BaseException:
-            # Gradients lie in residuals, sent or not, and must not be sent again with those of the next step.
-            if self.residuals is not None:
-                self.residuals.forget(self.pieces)
-            raise
+        two_stage.reduce(exchange, pieces, exchange.size)
+        if self.residuals is not None:
+            self.residuals.reduced(self.pieces)
 
 
 class GradientPiece(Piece):
@@ -54,8 +55,7 @@ class GradientPiece(Piece):
         self._slot = index % exchange.wire.pieces
         self._take = exchange.coder.take
         self._scratch: Tensor | None = None
-        self._sender: Tensor | None = None
-        self._owner: Tensor | None = None
+        self._step = Step(None, None, None, None)
         strips: list[Strip] = []
         if layout.exempt:
             self._exempt = self._memory("exempt", layout.exempt_numel)
@@ -77,8 +77,9 @@ class GradientPiece(Piece):
         layout, residuals, buffer = self._layout, self._bucket.residuals, self._bucket.buffer
         self._scratch = results = self._memory("gradients", ranks * layout.columns).view(ranks, layout.columns)
         if residuals is not None:
-            self._sender, self._owner = residuals.of(layout, buffer.device)
-        source = results if self._sender is None else self._sender
+            self._step = residuals.step_of(layout, buffer.device)
+        step = self._step
+        source = results if step.next_sender is None else step.next_sender
         spans = [(chunk.key, span) for chunk, _, span in layout.spans()]
         if not chunk_by_chunk(coder.codec):
             spans = [(0, slice(0, layout.columns))]
@@ -88,22 +89,25 @@ class GradientPiece(Piece):
                 source[:, span].unbind(),
                 results[:, span].unbind(),
                 key,
-                keeps=self._sender is not None,
-                owner=None if self._owner is None else self._owner[span],
+                keeps=step.sender is not None,
+                owner=None if step.owner is None else step.owner[span],
+                owner_next=None if step.next_owner is None else step.next_owner[span],
                 probe=self._bucket.probe,
             )
             for key, span in spans
         ]
 
     def _gather(self) -> None:
-        """Put the gradients side by side, onto the residuals where there are some."""
+        """Put the gradients side by side, added to the residuals where there are some."""
         if self._layout.exempt:
             torch._foreach_copy_(self._exempt_places(), self._exempt_gradients())
         if self._scratch is None:
             return
         gradients = self._gradients()
-        if self._sender is not None:
-            torch._foreach_add_(self._places(self._sender), gradients)
+        if self._step.sender is not None and self._step.next_sender is not None:
+            before, places = self._places(self._step.sender), self._places(self._step.next_sender)
+            for residual, gradient, place in zip(before, gradients, places, strict=True):
+                torch.add(residual, gradient, out=place)
         else:
             torch._foreach_copy_(self._places(self._scratch), gradients)
             self._clear_padding(self._scratch)
@@ -114,13 +118,22 @@ class GradientPiece(Piece):
             torch._foreach_copy_(self._exempt_gradients(), self._exempt_places())
         if self._scratch is not None:
             torch._foreach_copy_(self._gradients(), self._places(self._scratch))
+        self._look()
         # Not every codec gives zeros back for zeros. What is left of them is not saved, and would tell a run that was
         # resumed from one that was not stopped.
-        if self._sender is not None:
-            self._clear_padding(self._sender)
-        if self._owner is not None:
+        if self._step.next_sender is not None:
+            self._clear_padding(self._step.next_sender)
+        if self._step.next_owner is not None:
             for chunk, _, span in self._layout.spans():
-                self._owner[span][chunk.owned(self.rank) :].zero_()
+                self._step.next_owner[span][chunk.owned(self.rank) :].zero_()
+
+    def _look(self) -> None:
+        """Note whether all averages are finite, while they are in the cache."""
+        if self._bucket.residuals is not None:
+            if self._layout.exempt:
+                self._bucket.outcome.note(self._exempt)
+            if self._scratch is not None:
+                self._bucket.outcome.note(self._scratch)
 
     def _gradients(self) -> list[Tensor]:
         buffer = self._bucket.buffer

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowcast.codecs import Codec, checks
-from narrowcast.distributed import arguments
 from narrowcast.distributed.agreement import Call
 from narrowcast.distributed.coder import lossless
 from narrowcast.distributed.collectives import AnyCodec
@@ -41,6 +40,7 @@ from narrowcast.distributed.gradients.options import (
     scheduled,
     steps_of,
 )
+from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.telemetry import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log, norm
 from narrowcast.distributed.launch import perform
 from narrowcast.distributed.peers import Peers, peers_of
@@ -102,6 +102,7 @@ class GradientCompression:
         self.residuals: Residuals | None = None
         self.make_residuals: Callable[[Mode, int, int], Residuals] = Residuals
         """Of a mode, so many ranks, and the number of this one."""
+        self._outcome = Outcome()
         self._agreed = False
         self.counted, self.clock = GradientStats(), Clock()
         self._loaded: Mapping[str, Any] | None = None
@@ -179,6 +180,12 @@ class GradientCompression:
         codec = scheduled(self._schedule, step)
         return codec, "schedule" if codec is None else ""
 
+    def outcome_of(self, first: bool) -> Outcome:
+        """The outcome of the step under way, to which a bucket belongs; that of a new one with its `first`."""
+        if first:
+            self._outcome = Outcome()
+        return self._outcome
+
     def probe_for(self, found: BucketStats, step: int) -> Probe | None:
         """A probe, where it is time for one."""
         if found.codec is None or not (step % PROBE_EVERY == 0 or self.counted.unprobed(found)):
@@ -193,6 +200,7 @@ class GradientCompression:
         found: BucketStats,
         probe: Probe | None,
         step: int,
+        outcome: Outcome,
     ) -> None:
         """Reduce a bucket here and now, and count what it costs."""
 
@@ -203,7 +211,11 @@ class GradientCompression:
         began = time.perf_counter()
         with span("narrowcast::gradients"):
             seed = _mixed(self._seed, step)
-            perform(peers, call, counted, name="gradients", plain_bytes=found.plain_bytes, seed=seed)
+            try:
+                perform(peers, call, counted, name="gradients", plain_bytes=found.plain_bytes, seed=seed)
+            except BaseException:
+                outcome.failed = True
+                raise
         self.clock.worked(began)
         self.counted.count(found, probe)
 
@@ -244,9 +256,10 @@ class GradientCompression:
         stats = self.counted
         stats.steps, stats.busy_seconds, stats.exposed_seconds = self.step, self.clock.busy, self.clock.exposed
         if self.residuals is not None:
+            self.residuals.settle_if_complete()
             sender, owner = self.residuals.tensors()
             stats.residual_norm, stats.owner_residual_norm = norm(sender), norm(owner)
-            stats.residual_bytes = sum(arguments.nbytes(tensor) for tensor in (*sender, *owner))
+            stats.residual_bytes = self.residuals.nbytes()
         return stats
 
     def __str__(self) -> str:
@@ -268,6 +281,8 @@ class GradientCompression:
     def state_dict(self) -> dict[str, Any]:
         """All that the next step of this rank depends on: numbers, strings and tensors. Every rank has its own."""
         residuals = self.residuals
+        if residuals is not None:
+            residuals.settle_if_complete()
         named = {} if residuals is None else residuals.by_name()
         world = (0, 0) if residuals is None else (residuals.ranks, residuals.rank)
         if self._loaded is not None:  # no step since
@@ -297,6 +312,17 @@ class GradientCompression:
         self._agreed = False  # on the step, for one
         if self.residuals is not None:
             self._take_residuals(state)
+
+    def forget(self) -> None:
+        """Drop all residuals of this rank: the next step sends its gradients alone.
+
+        For a step that is not applied though all of its gradients are finite, by a rule of your own. One with a
+        gradient that is not finite leaves no residuals by itself. Every rank calls it, like every rank skips the step.
+        """
+        if self.residuals is not None:
+            self.residuals.load({})
+        if self._loaded is not None:
+            self._loaded = {**self._loaded, "sender": {}, "owner": {}}
 
     def _take_residuals(self, state: Mapping[str, Any]) -> None:
         saved.load_residuals(self.residuals, state)

@@ -74,8 +74,9 @@ def reduce(
     found = BucketStats(index, buffer.numel(), sum(piece.exempt_numel for piece in pieces))
     found.plain_bytes = _plain_bytes(buffer, peers.size)
     codec = codec_for(found, codec, reason)
-    bucket = Bucket(buffer, pieces, state.residuals, state.probe_for(found, state.step))
-    work = _start(state, peers, bucket, found, codec)
+    outcome = state.outcome_of(index == 0)
+    bucket = Bucket(buffer, pieces, state.residuals, outcome, state.probe_for(found, state.step))
+    work = _start(state, peers, bucket, found, codec, last)
     if last:
         state.clock.handed_over()
         state.step += 1
@@ -105,7 +106,9 @@ def _as_torch_does(
     return averaged
 
 
-def _start(state: GradientCompression, peers: Peers, bucket: Bucket, found: BucketStats, codec: Codec | None) -> Work:
+def _start(
+    state: GradientCompression, peers: Peers, bucket: Bucket, found: BucketStats, codec: Codec | None, last: bool
+) -> Work:
     step, buffer = state.step, bucket.buffer
     if found.index == 0:
         state.clock.next_step()
@@ -113,7 +116,8 @@ def _start(state: GradientCompression, peers: Peers, bucket: Bucket, found: Buck
     call = Call("gradients", lossless(buffer.dtype) if codec is None else codec, words)
 
     def job() -> list[Tensor]:
-        state.perform(peers, call, bucket.reduce, found, bucket.probe, step)
+        state.perform(peers, call, bucket.reduce, found, bucket.probe, step, bucket.outcome)
+        bucket.outcome.complete = last
         return [buffer]
 
     work = start(peers, "gradients", job, [buffer], True)

@@ -4,11 +4,10 @@ Each of a reduction's two quantizations has its own residual, in fp32. The sende
 owner's, of the sums, is 1/ranks of that. After each, *sent + residual == meant*: exactly so where rounding to nearest
 leaves a difference that fp32 holds, which it does for the integer codecs.
 
-What the sender means to send is gradient + residual, and lies in the residual's own memory until it is sent: besides
-the residuals no memory is taken. Where something was not finite, nothing was lost that would be worth sending, and
-the residual is zero: it stays finite whatever comes.
-
-A step that fails when ranks have agreed leaves no residuals in its bucket: who knows what has arrived of them.
+What the sender means to send is gradient + residual. It is put beside the residual, into the memory in which the next
+residual is left. So a step changes nothing by itself: what it leaves counts from the next step on, if the step is
+applied (`outcome.py`). A step that is skipped, or fails, leaves residuals as they were, to the bit. That takes the
+memory of the residuals twice.
 
 Residuals are kept by parameter. `Residuals` lays them out as a piece needs them, and moves them when DDP rebuilds its
 buckets.
@@ -16,7 +15,8 @@ buckets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch import Tensor
 from narrowcast.distributed.coder import Coder
 from narrowcast.distributed.gradients.columns import Chunk, PieceLayout, chunks
 from narrowcast.distributed.gradients.options import Mode
+from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.telemetry import Probe
 from narrowcast.distributed.piece import Strip
 
@@ -31,8 +32,9 @@ from narrowcast.distributed.piece import Strip
 class FeedbackStrip(Strip):
     """A strip whose quantizations may have residuals, and may be probed.
 
-    With `keeps`, the parts are a sender's residuals to which gradients have been added. `owner` is the residual of the
-    part that this rank owns.
+    With `keeps`, the parts are a sender's residuals to which gradients have been added, and are turned into those that
+    are left. `owner` is the residual of the part that this rank owns; what is left of it goes to `owner_next`, which
+    may be the same.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class FeedbackStrip(Strip):
         *,
         keeps: bool,
         owner: Tensor | None,
+        owner_next: Tensor | None,
         probe: Probe | None,
     ) -> None:
         super().__init__(coder, parts, results, key)
         self._keeps = keeps
         self._owner = owner
+        self._owner_next = owner_next
         self._probe = probe
         self._under_way: list[tuple[int, Tensor]] = []
 
@@ -87,23 +91,62 @@ class FeedbackStrip(Strip):
                 self.coder.decode(out, arrived[None])
             if self._probe is not None:
                 self._probe.owner(meant, arrived)
-            if self._owner is not None:
-                leave_residual(self._owner.copy_(meant), arrived)
+            if self._owner_next is not None:
+                leave_residual(self._owner_next.copy_(meant), arrived)
         if self._keeps:
-            mine.zero_()  # it went in whole
+            mine.zero_()  # the own part is not quantized: its residual is zero
 
     def add(self, inbox: Tensor, rank: int, divisor: int) -> None:
         super().add(inbox, rank, divisor)
         if self._keeps:
-            self.parts[rank].zero_()  # it went in whole
+            self.parts[rank].zero_()  # the own part is not quantized: its residual is zero
 
     def _fp32(self, name: str, numel: int) -> Tensor:
         return self.coder.take(name, 4 * numel).view(torch.float32)
 
 
 def leave_residual(meant: Tensor, sent: Tensor) -> None:
-    """Turn what was meant into what is still owed."""
+    """Turn what was meant into the residual. Where one of them is not finite, it is zero."""
     meant.sub_(sent).nan_to_num_(0.0, 0.0, 0.0)
+
+
+class Kept:
+    """The residuals of a piece: the sender's [ranks, columns], the owner's [columns], and memory for the next ones."""
+
+    def __init__(self, sender: Tensor | None, owner: Tensor | None) -> None:
+        self.sender = sender
+        self.owner = owner
+        self._next: tuple[Tensor | None, Tensor | None] | None = None
+
+    @property
+    def next(self) -> tuple[Tensor | None, Tensor | None]:
+        """Where a step leaves its residuals: outside of what it writes, zeros."""
+        if self._next is None:
+            self._next = _zeros_like(self.sender), _zeros_like(self.owner)
+        return self._next
+
+    def commit(self) -> None:
+        """What the step has left are the residuals from now on."""
+        before = self.sender, self.owner
+        (self.sender, self.owner), self._next = self.next, before
+
+    def roll_back(self) -> None:
+        """Let go of what a step has left half-way."""
+        self._next = None
+
+    def tensors(self) -> list[Tensor]:
+        """All memory that is taken."""
+        return [t for t in (self.sender, self.owner, *(self._next or ())) if t is not None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The residuals of a piece in the step under way: those that are added, and where those that are left go."""
+
+    sender: Tensor | None
+    owner: Tensor | None
+    next_sender: Tensor | None
+    next_owner: Tensor | None
 
 
 class Residuals:
@@ -114,27 +157,66 @@ class Residuals:
         self.owners = owners
         self.ranks = ranks
         self.rank = rank
-        self._matrices: dict[PieceLayout, tuple[Tensor | None, Tensor | None]] = {}
-        self._places: dict[tuple[str, int], tuple[PieceLayout, Chunk, Tensor | None, Tensor | None]] = {}
+        self._pieces: dict[PieceLayout, Kept] = {}
+        self._places: dict[tuple[str, int], tuple[PieceLayout, Chunk, slice, Kept]] = {}
         self._loaded: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+        self._outcome: Outcome | None = None
+        self._reduced: set[Kept] = set()
+        """Those of which the step under way has left the next ones."""
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def enter(self, outcome: Outcome) -> None:
+        """A bucket of this step comes next. If it is another step than before, that one is settled."""
+        if outcome is not self._outcome:
+            self.settle()
+            self._outcome = outcome
+
+    def settle(self) -> None:
+        """The step under way is over: what it has left counts if it is applied, and else what was before."""
+        outcome, self._outcome = self._outcome, None
+        reduced, self._reduced = self._reduced, set()
+        if outcome is None:
+            return
+        if outcome.applies:
+            for kept in reduced:
+                kept.commit()
+        elif outcome.failed or not outcome.complete:
+            for kept in self._pieces.values():
+                kept.roll_back()
+
+    def settle_if_complete(self) -> None:
+        """Settle the step under way, unless it is not over."""
+        if self._outcome is not None and self._outcome.complete:
+            self.settle()
+
+    def step_of(self, piece: PieceLayout, device: torch.device) -> Step:
+        """The residuals of a piece in the step under way."""
+        kept = self._kept(piece, device)
+        before = kept.next if kept in self._reduced else (kept.sender, kept.owner)  # a second time in one step
+        return Step(*before, *kept.next)
+
+    def reduced(self, pieces: Iterable[PieceLayout]) -> None:
+        """The step under way has left the residuals of these pieces."""
+        self._reduced.update(self._pieces[piece] for piece in pieces if piece.chunks)
+
+    # -- by piece and by parameter ------------------------------------------------------------------------------------
 
     def of(self, piece: PieceLayout, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """The sender's residuals of a piece [ranks, columns], and the owner's [columns]; None where there are none."""
-        found = self._matrices.get(piece)
-        if found is None:
-            columns = piece.columns
-            sender = torch.zeros(piece.ranks, columns, device=device) if self.mode is True else None
-            owner = torch.zeros(columns, device=device) if self.owners else None
-            found = self._matrices[piece] = sender, owner
-            for chunk, _, span in piece.spans():
-                rows = None if sender is None else sender[:, span]
-                self._move_in(piece, chunk, rows, None if owner is None else owner[span])
-        return found
+        kept = self._kept(piece, device)
+        return kept.sender, kept.owner
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """All there are: the sender's, and the owner's."""
-        places = self._places.values()
-        return [p[2] for p in places if p[2] is not None], [p[3] for p in places if p[3] is not None]
+        senders = [kept.sender[:, span] for _, _, span, kept in self._places.values() if kept.sender is not None]
+        owners = [kept.owner[span] for _, _, span, kept in self._places.values() if kept.owner is not None]
+        return senders, owners
+
+    def nbytes(self) -> int:
+        """The memory that is taken."""
+        kept = {id(kept): kept for *_, kept in self._places.values()}
+        return sum(4 * tensor.numel() for one in kept.values() for tensor in one.tensors())
 
     def by_name(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
         """Each parameter's residuals, flat: the sender's, and the owner's of the elements that this rank owns."""
@@ -146,55 +228,70 @@ class Residuals:
 
     def load(self, named: dict[str, tuple[Tensor | None, Tensor | None]]) -> None:
         """Forget what there is, and start from these."""
-        self._matrices.clear()
+        self._outcome = None
+        self._reduced.clear()
+        self._pieces.clear()
         self._places.clear()
         self._loaded = dict(named)
 
-    def forget(self, pieces: Sequence[PieceLayout]) -> None:
-        """Owe nothing any more of what these pieces hold."""
-        for piece in pieces:
-            for residual in self._matrices.get(piece, ()):
-                if residual is not None:
-                    residual.zero_()
+    def _kept(self, piece: PieceLayout, device: torch.device) -> Kept:
+        found = self._pieces.get(piece)
+        if found is None:
+            columns = piece.columns
+            found = self._pieces[piece] = Kept(
+                _zeros((piece.ranks, columns), device) if self.mode is True else None,
+                _zeros((columns,), device) if self.owners else None,
+            )
+            for chunk, _, span in piece.spans():
+                self._move_in(piece, chunk, span, found)
+        return found
 
-    def _move_in(self, piece: PieceLayout, chunk: Chunk, sender: Tensor | None, owner: Tensor | None) -> None:
+    def _move_in(self, piece: PieceLayout, chunk: Chunk, span: slice, kept: Kept) -> None:
         key = chunk.name, chunk.start
         old = self._places.get(key)
         if old is not None:
-            home, _, old_sender, old_owner = old
-            if sender is not None and old_sender is not None:
-                sender.copy_(old_sender)
-            if owner is not None and old_owner is not None:
-                owner.copy_(old_owner)
-            self._matrices.pop(home, None)  # were it used again, it would start from here
+            home, _, old_span, before = old
+            if kept.sender is not None and before.sender is not None:
+                kept.sender[:, span].copy_(before.sender[:, old_span])
+            if kept.owner is not None and before.owner is not None:
+                kept.owner[span].copy_(before.owner[old_span])
+            self._pieces.pop(home, None)  # were it used again, it would start from here
         elif chunk.name in self._loaded:
-            self._settle(chunk, sender, owner)
-        self._places[key] = piece, chunk, sender, owner
+            self._settle_loaded(chunk, span, kept)
+        self._places[key] = piece, chunk, span, kept
 
-    def _settle(self, chunk: Chunk, sender: Tensor | None, owner: Tensor | None) -> None:
+    def _settle_loaded(self, chunk: Chunk, span: slice, kept: Kept) -> None:
         loaded_sender, loaded_owner = self._loaded[chunk.name]
-        if sender is not None and loaded_sender is not None:
-            for place, values in zip(chunk.places(sender), chunk.elements(loaded_sender), strict=True):
+        if kept.sender is not None and loaded_sender is not None:
+            for place, values in zip(chunk.places(kept.sender[:, span]), chunk.elements(loaded_sender), strict=True):
                 place.copy_(values)
-        if owner is not None and loaded_owner is not None:
+        if kept.owner is not None and loaded_owner is not None:
             count = chunk.owned(self.rank)
-            owner[:count].copy_(loaded_owner[chunk.start : chunk.start + count])
+            kept.owner[span][:count].copy_(loaded_owner[chunk.start : chunk.start + count])
         if all((chunk.name, c.start) in self._places for c in _others(chunk)):
             del self._loaded[chunk.name]
 
     def _gather(self, name: str, like: Chunk) -> tuple[Tensor | None, Tensor | None]:
-        sender = torch.zeros(like.numel) if self.mode is True else None
+        sender = _zeros((like.numel,)) if self.mode is True else None
         owned = max(0, min(like.part, like.numel - self.rank * like.part))
-        owner = torch.zeros(owned) if self.owners else None
+        owner = _zeros((owned,)) if self.owners else None
         for chunk in (like, *_others(like)):
-            _, _, matrix, row = self._places[name, chunk.start]
-            if sender is not None and matrix is not None:
-                for place, values in zip(chunk.places(matrix), chunk.elements(sender), strict=True):
+            _, _, span, kept = self._places[name, chunk.start]
+            if sender is not None and kept.sender is not None:
+                for place, values in zip(chunk.places(kept.sender[:, span]), chunk.elements(sender), strict=True):
                     values.copy_(place)
-            if owner is not None and row is not None:
+            if owner is not None and kept.owner is not None:
                 count = chunk.owned(self.rank)
-                owner[chunk.start : chunk.start + count].copy_(row[:count])
+                owner[chunk.start : chunk.start + count].copy_(kept.owner[span][:count])
         return sender, owner
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=device)
+
+
+def _zeros_like(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else torch.zeros_like(tensor)
 
 
 def _others(chunk: Chunk) -> list[Chunk]:

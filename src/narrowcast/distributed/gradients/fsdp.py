@@ -35,6 +35,7 @@ from narrowcast.distributed.gradients.compression import GradientCompression, co
 from narrowcast.distributed.gradients.feedback import Residuals
 from narrowcast.distributed.gradients.fsdp_torch import AllGather, Group, ReduceScatter, groups_of
 from narrowcast.distributed.gradients.options import Mode, for_gradients
+from narrowcast.distributed.gradients.outcome import Outcome, share
 from narrowcast.distributed.gradients.shards import Shard, gather_shards, lay_out_shards, reduce_shards
 from narrowcast.distributed.gradients.telemetry import BucketStats
 from narrowcast.distributed.launch import Operands, launch, start
@@ -72,6 +73,11 @@ class Engine:
         self._step: int | None = None
         self._reduced: set[int] = set()
         """The groups that have been reduced in this step."""
+        self._outcome = Outcome()
+        self._task, self._waiting = -1, -1
+        """The pass in which a group was reduced last, and the one whose end is waited for: numbers of autograd's."""
+        self._to_tell: dict[dist.ProcessGroup, torch.device] = {}
+        """Those who share parameters that were reduced in this pass."""
 
     def agree(self) -> None:
         """Meet all ranks that share parameters with this one."""
@@ -88,15 +94,37 @@ class Engine:
         for process_group, group in shared.items():
             state.agree(process_group, torch.empty(0, dtype=group.dtype, device=group.device))
 
-    def step_of(self, group: Group) -> int:
-        """The number of the step in which a group is being reduced."""
+    def step_of(self, group: Group) -> tuple[int, Outcome]:
+        """The number of the step in which a group is being reduced, and its outcome."""
         loaded = self._step is not None and self.state.step != self._step + 1
+        task = torch._C._current_graph_task_id()
         if self._step is None or loaded or group.index in self._reduced:
             self._step = self.state.step
             self.state.step += 1
             self._reduced.clear()
+            if self._outcome.complete or task != self._task:  # else one pass reduces it bit by bit
+                self._outcome = Outcome()
         self._reduced.add(group.index)
-        return self._step
+        self._outcome.complete, self._task = False, task
+        return self._step, self._outcome
+
+    def tell_at_the_end(self, group: Group) -> None:
+        """When this pass is over, tell all ranks that share this group's parameters whether all is finite here."""
+        for process_group in group.process_groups:
+            self._to_tell[process_group] = group.device
+        if self._task == -1:
+            self._tell()
+        elif self._task != self._waiting:
+            self._waiting = self._task
+            torch.autograd.Variable._execution_engine.queue_callback(self._tell)
+
+    def _tell(self) -> None:
+        """A verdict reaches all ranks of a mesh when it goes through each of its dimensions, and all others by way of
+        the larger group."""
+        told, self._to_tell, self._waiting = self._to_tell, {}, -1
+        for process_group, device in sorted(told.items(), key=lambda item: item[0].size()):
+            share(self._outcome, peers_of(process_group, device, "gradients"), self._step or 0)
+        self._outcome.complete = True
 
     def layout(self, group: Group, which: Sequence[int], peers: Peers, all_exempt: bool) -> list[PieceLayout]:
         """The pieces of a matrix that holds these parameters of a group."""
@@ -129,7 +157,7 @@ class _Reduce(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         engine, state, ranks = self._engine, self._engine.state, group.size()
-        step, columns = engine.step_of(self._group), output_tensor.numel()
+        (step, outcome), columns = engine.step_of(self._group), output_tensor.numel()
         found = BucketStats(self._group.index, input_tensor.numel(), input_tensor.numel())
         found.plain_bytes = arguments.nbytes(input_tensor) * (ranks - 1) // ranks
         if state.idle:
@@ -146,15 +174,23 @@ class _Reduce(ReduceScatter):
         words += f", divisor={divisor}, factor={factor:g}"
         call = Call("gradients", lossless(matrix.dtype) if codec is None else codec, words)
 
+        residuals = state.residuals
+
         def protocol(exchange: Exchange) -> None:
-            reduce_shards(exchange, matrix, output_tensor, layout, divisor, state.residuals, probe)
+            if residuals is not None:
+                residuals.enter(outcome)
+            reduce_shards(exchange, matrix, output_tensor, layout, divisor, residuals, probe)
             if factor != 1:
                 output_tensor.mul_(factor)
+            if residuals is not None:
+                outcome.note(output_tensor)
 
         def job() -> list[Tensor]:
-            state.perform(peers, call, protocol, found, probe, step)
+            state.perform(peers, call, protocol, found, probe, step, outcome)
             return [output_tensor]
 
+        if residuals is not None:
+            engine.tell_at_the_end(self._group)
         return start(peers, "gradients", job, [output_tensor, input_tensor], async_op)
 
 

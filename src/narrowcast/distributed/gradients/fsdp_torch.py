@@ -55,6 +55,13 @@ class Group:
         return self._inner.mesh_info.shard_process_group  # type: ignore[no-any-return]
 
     @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """All that have something of the parameters: one for each dimension of their mesh, with several ranks."""
+        meshes = {parameter.sharded_param.device_mesh for parameter in self._inner.fsdp_params}
+        found = {group: None for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1}
+        return list(found)
+
+    @property
     def device(self) -> torch.device:
         return self._inner.device  # type: ignore[no-any-return]
 

@@ -104,19 +104,12 @@ def reduce_shards(
     exchange.reserve(largest)
     small = len(pieces) == 1 and largest <= exchange.wire.eager
     if small:
-        pieces[0].open()
+        pieces[0].alone()
     else:
         exchange.agree()
-    try:
-        if small:
-            pieces[0].close()
-        else:
-            _in_turn(exchange, pieces)
-    except BaseException:
-        # Gradients lie in residuals, sent or not, and must not be sent again with those of the next step.
-        if residuals is not None:
-            residuals.forget(layout)
-        raise
+        _in_turn(exchange, pieces)
+    if residuals is not None:
+        residuals.reduced(layout)
 
 
 def gather_shards(exchange: Exchange, matrix: Tensor, layout: Sequence[PieceLayout]) -> None:
@@ -166,9 +159,11 @@ class _Reduced(Parts):
         probe: Probe | None,
     ) -> None:
         self._matrix, self._layout, self._divisor = matrix, layout, divisor
+        self._before: Tensor | None = None
         self._sender: Tensor | None = None
         if residuals is not None and layout.chunks:
-            self._sender = residuals.of(layout, matrix.device)[0]
+            step = residuals.step_of(layout, matrix.device)
+            self._before, self._sender = step.sender, step.next_sender
         coder, exact = exchange.coder, exchange.coder.using(lossless(matrix.dtype))
         self._runs = list(runs(layout, coder.codec))
         strips = [
@@ -179,25 +174,17 @@ class _Reduced(Parts):
                 run.key,
                 keeps=self._sender is not None and not run.exempt,
                 owner=None,
+                owner_next=None,
                 probe=None if run.exempt else probe,
             )
             for run in self._runs
         ]
         super().__init__(exchange, strips, index)
 
-    def open(self) -> None:
-        """Swap all of it with the header, where it is small. Should ranks not agree, residuals are as they were."""
-        before = None if self._sender is None else self._sender.clone()
+    def alone(self) -> None:
+        """Swap all of it with the header, where it is small."""
         self._add_gradients()
-        try:
-            self.exchange.open(self.encode, self.sizes, self.coming())
-        except BaseException:
-            if self._sender is not None and before is not None:
-                self._sender.copy_(before)
-            raise
-
-    def close(self) -> None:
-        """What is left to do after `open`."""
+        self.exchange.open(self.encode, self.sizes, self.coming())
         self.sent()
         self._add_up()
 
@@ -215,10 +202,11 @@ class _Reduced(Parts):
 
     def _add_gradients(self) -> None:
         """To the residuals, where there are some."""
-        sender, compressed = self._sender, [run for run in self._runs if not run.exempt]
-        if sender is not None:
-            gradients = [self._matrix[:, run.columns] for run in compressed]
-            torch._foreach_add_([sender[:, run.places] for run in compressed], gradients)
+        if self._before is not None and self._sender is not None:
+            for run in self._runs:
+                if not run.exempt:
+                    gradients, target = self._matrix[:, run.columns], self._sender[:, run.places]
+                    torch.add(self._before[:, run.places], gradients, out=target)
 
     def _add_up(self) -> None:
         for strip, rows in zip(self.strips, self.rows(self.inbox, self.rank), strict=True):

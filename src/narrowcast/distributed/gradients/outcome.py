@@ -1,0 +1,92 @@
+"""What becomes of a step: whether its gradients are applied, which residuals wait for.
+
+An optimizer's step is skipped as a whole when a gradient is not finite: by `GradScaler`, for one. What such a step has
+sent does not count, so neither do the residuals that it leaves: those from before it stay. A step that fails, or whose
+backward breaks off, is not applied either.
+
+Under DDP all ranks hold the same results, and each comes to the same verdict by itself. Under FSDP2 a rank sees its own
+shards, so ranks tell each other (`share`): sixteen bytes, once in a backward.
+
+A number that is not finite is noted as NaN, all others as zero (x - x), so that verdicts are added up, wherever they
+are. On CUDA they come to the host by themselves, and are waited for when the next step begins: no step waits for one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from narrowcast.codecs import codec as as_codec
+from narrowcast.distributed import one_trip
+from narrowcast.distributed.agreement import Call
+from narrowcast.distributed.exchange import Exchange
+from narrowcast.distributed.launch import perform, start
+from narrowcast.distributed.peers import Peers
+
+
+class Outcome:
+    """The verdict on one step, as far as it is known."""
+
+    def __init__(self) -> None:
+        self.complete = False
+        """Whether all of its buckets have been reduced."""
+        self.failed = False
+        """Whether one of them could not be."""
+        self._verdicts: list[Tensor] = []
+        """Zero or NaN, where the gradients are."""
+        self._arriving: list[tuple[Tensor, torch.cuda.Event]] = []
+        """The same on the host, once the event is over."""
+        self._finite = True
+
+    def note(self, results: Tensor) -> None:
+        """Look at what all ranks, or this one, ended with. On a stream, it is the current one."""
+        if results.numel():
+            ends = torch.stack(torch.aminmax(results)).float()
+            self.add((ends - ends).sum())
+
+    def add(self, verdict: Tensor) -> None:
+        """Take a verdict into account: zero or NaN."""
+        self._verdicts.append(verdict)
+        if verdict.is_cuda:
+            host = torch.empty((), dtype=verdict.dtype, device="cpu", pin_memory=True)
+            host.copy_(verdict, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._arriving.append((host, event))
+        else:
+            self._finite = self._finite and not math.isnan(float(verdict))
+
+    def verdict(self, device: torch.device) -> Tensor:
+        """All so far in one, where the gradients are."""
+        if not self._verdicts:
+            return torch.zeros((), dtype=torch.float32, device=device)
+        self._verdicts = [torch.stack(self._verdicts).sum()]
+        return self._verdicts[0]
+
+    @property
+    def applies(self) -> bool:
+        """Whether an optimizer may apply the gradients: all of them are there, and finite."""
+        arriving, self._arriving = self._arriving, []
+        for host, event in arriving:
+            event.synchronize()
+            self._finite = self._finite and not math.isnan(float(host))
+        return self._finite and self.complete and not self.failed
+
+
+def share(outcome: Outcome, peers: Peers, step: int) -> None:
+    """Add the verdicts of all peers to that of this rank."""
+    mine = outcome.verdict(peers.device)
+    call = Call("gradients, finite or not", as_codec("raw"), f"step={step}")
+
+    def protocol(exchange: Exchange) -> None:
+        rows = mine.expand(exchange.size, 1, 4).contiguous()  # four floats are a whole row of 16 bytes
+        one_trip.all_gather(exchange, rows.unbind(), rows[exchange.rank])
+        outcome.add(rows.sum())
+
+    def job() -> list[Tensor]:
+        perform(peers, call, protocol, name="gradients", plain_bytes=0, seed=0)
+        return []
+
+    start(peers, "gradients", job, [mine], False)
