@@ -9,6 +9,7 @@ from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed.arena import Arena
 from narrowcast.distributed.stats import Meter
+from narrowcast.errors import DtypeError
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: spreads small numbers over all bits
 
@@ -18,6 +19,11 @@ _LOSSLESS = {torch.float32: "raw", torch.float64: "raw", torch.float16: "fp16", 
 
 def lossless(dtype: torch.dtype) -> Codec:
     """The codec in which tensors of this dtype travel without loss; fp64 is rounded to fp32, as in every codec."""
+    if dtype not in _LOSSLESS:
+        raise DtypeError(
+            f"gradients of {dtype} cannot travel: there are codecs for float32, float64, bfloat16 and float16. Keep "
+            "parameters that are trained in one of these."
+        )
     return as_codec(_LOSSLESS[dtype])
 
 

@@ -7,18 +7,21 @@ A bucket is a sequence of chunks, a `PieceLayout` some of them side by side: row
 So neither the blocks of a codec nor the owner of an element depend on which parameters share a bucket. DDP fills one
 bucket in its first iteration and several later; a run that is resumed gives the same bits as one that was not stopped.
 
-Exempt parameters are laid one after the other, without rows: they travel without loss, so who owns what is all one.
+Exempt parameters are laid one after the other, without rows: they travel without loss, so the result does not depend on
+the owner.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from narrowcast.codecs import Codec
+from narrowcast.errors import CollectiveError
 
 UNIT = 128
 """Columns of a parameter are a multiple of this: whole blocks of the usual codecs, and aligned rows."""
@@ -166,6 +169,26 @@ class Pieces:
             self._size = 0
         self._size += numel
         return self.made[-1]
+
+
+def check_cover(entries: Sequence[Entry], total: int) -> None:
+    """Raise unless these parameters are all that a bucket of `total` elements holds: nothing may go unreduced."""
+    end = 0
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.numel)):
+        if entry.offset != end:
+            raise CollectiveError(
+                f"bucket: {entry.name} starts at element {entry.offset}, and what is before it ends at {end}. "
+                f"Parameters must lie side by side: torch {torch.__version__} fills its buckets in a way that this "
+                "narrowcast does not know. Update narrowcast, or leave this model uncompressed."
+            )
+        end += entry.numel
+    if end != total:
+        names = ", ".join(entry.name for entry in entries[:3]) + ("..." if len(entries) > 3 else "")
+        raise CollectiveError(
+            f"bucket: holds {total} elements, and its parameters ({names}) have {end}. The rest would not be averaged: "
+            f"torch {torch.__version__} fills its buckets in a way that this narrowcast does not know. Update "
+            "narrowcast, or leave this model uncompressed."
+        )
 
 
 def lay_out(entries: Iterable[Entry], ranks: int, at_once: bool = False) -> list[PieceLayout]:

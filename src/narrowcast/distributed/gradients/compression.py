@@ -33,6 +33,7 @@ from narrowcast.distributed.gradients.options import (
     Schedule,
     codec_of,
     mode_of,
+    numbers,
     one_dimensional,
     plain_name,
     rule_of,
@@ -246,7 +247,7 @@ class GradientCompression:
 
     def _note(self, name: str, parameter: Tensor) -> None:
         self._names[id(parameter)] = name
-        self.numels[name] = parameter.numel()
+        self.numels[name] = numbers(parameter) * parameter.numel()
         self.exempts[name] = bool(self._exempt(name, parameter))
 
     # -- what is counted ----------------------------------------------------------------------------------------------

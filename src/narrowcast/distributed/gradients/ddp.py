@@ -18,8 +18,9 @@ from narrowcast.distributed import arguments
 from narrowcast.distributed.agreement import Call
 from narrowcast.distributed.coder import lossless
 from narrowcast.distributed.gradients.buckets import Bucket
-from narrowcast.distributed.gradients.columns import Entry, PieceLayout, lay_out
+from narrowcast.distributed.gradients.columns import Entry, PieceLayout, check_cover, lay_out
 from narrowcast.distributed.gradients.compression import GradientCompression, codec_for
+from narrowcast.distributed.gradients.options import numbers
 from narrowcast.distributed.gradients.telemetry import BucketStats
 from narrowcast.distributed.lane import Work
 from narrowcast.distributed.launch import start
@@ -49,9 +50,11 @@ def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.
         raise DtypeError(
             f"{name}: its gradient is sparse, and codecs take dense ones. Make the embedding with sparse=False."
         )
-    first = buffer.storage_offset()
+    first, parameters = buffer.storage_offset(), bucket.parameters()
     offsets = [int(gradient.storage_offset() - first) for gradient in bucket.gradients()]
-    return reduce(state, buffer, bucket.parameters(), offsets, bucket.index(), bucket.is_last())
+    # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
+    offsets = [offset * numbers(p) for offset, p in zip(offsets, parameters, strict=True)]
+    return reduce(state, buffer, parameters, offsets, bucket.index(), bucket.is_last())
 
 
 def reduce(
@@ -62,7 +65,7 @@ def reduce(
     index: int,
     last: bool,
 ) -> torch.futures.Future[Tensor]:
-    """Average a bucket over all ranks, in place: a future of it."""
+    """Average a bucket over all ranks, in place: a future of it. Offsets are counted in elements of the buffer."""
     group = arguments.group_of(state.process_group, "compress_gradients")
     if group is None or group.size() == 1:
         return _alone(state, buffer, last)
@@ -70,7 +73,7 @@ def reduce(
     if state.idle:
         return _as_torch_does(state, group, buffer, index, last)
     codec, reason = state.codec_at(state.step)
-    pieces = _pieces(state, parameters, offsets, peers, codec is None)
+    pieces = _pieces(state, parameters, offsets, buffer.numel(), peers, codec is None)
     found = BucketStats(index, buffer.numel(), sum(piece.exempt_numel for piece in pieces))
     found.plain_bytes = _plain_bytes(buffer, peers.size)
     codec = codec_for(found, codec, reason)
@@ -126,15 +129,21 @@ def _start(
 
 
 def _pieces(
-    state: GradientCompression, parameters: Sequence[Tensor], offsets: Sequence[int], peers: Peers, all_exempt: bool
+    state: GradientCompression,
+    parameters: Sequence[Tensor],
+    offsets: Sequence[int],
+    total: int,
+    peers: Peers,
+    all_exempt: bool,
 ) -> list[PieceLayout]:
-    """The pieces of a bucket with these parameters."""
-    key = (*map(id, parameters), all_exempt)
+    """The pieces of a bucket of `total` elements with these parameters."""
+    key = (*map(id, parameters), *offsets, total, all_exempt)
     if key not in state.layouts:
         entries = []
         for parameter, offset in zip(parameters, offsets, strict=True):
-            name, numel = state.name_of(parameter), parameter.numel()
+            name, numel = state.name_of(parameter), numbers(parameter) * parameter.numel()
             entries.append(Entry(name, offset, numel, all_exempt or state.is_exempt(name, numel, peers.size)))
+        check_cover(entries, total)
         state.layouts[key] = lay_out(entries, peers.size, at_once=peers.nccl)
     return state.layouts[key]
 

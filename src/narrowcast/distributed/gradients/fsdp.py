@@ -40,7 +40,7 @@ from narrowcast.distributed.gradients.shards import Shard, gather_shards, lay_ou
 from narrowcast.distributed.gradients.telemetry import BucketStats
 from narrowcast.distributed.launch import Operands, launch, start
 from narrowcast.distributed.peers import Peers, peers_of
-from narrowcast.errors import ModelKindError, SpecError
+from narrowcast.errors import DtypeError, ModelKindError, SpecError
 
 GATHERED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of parameters that a codec takes, and gives back without loss where they are exempt."""
@@ -55,6 +55,8 @@ def attach(model: nn.Module, state: GradientCompression, gather: AnyCodec | None
     groups = groups_of(model, list(state.numels))
     if not groups:
         raise ModelKindError(f"model: {type(model).__name__} is sharded, but has no parameters.")
+    for group in groups:
+        _refuse_complex(group)
     engine = Engine(state, codec, groups)
     engine.agree()
     state.clock.handed_over()  # torch waits for each reduction where it asks for it
@@ -245,6 +247,16 @@ class _Gather(AllGather):
 def _residuals(mode: Mode, ranks: int, rank: int) -> Residuals:
     # By their numbers among all: with HSDP, several ranks have the same number among those that share parameters.
     return Residuals(mode, dist.get_world_size(), dist.get_rank(), owners=False)
+
+
+def _refuse_complex(group: Group) -> None:
+    for name, parameter in zip(group.names, group.parameters, strict=True):
+        if parameter.is_complex() and parameter.requires_grad:
+            raise DtypeError(
+                f"{name}: its gradient is complex, and codecs take real numbers. Keep the parameter as "
+                "torch.view_as_real(x) and compute with torch.view_as_complex of it, or use DistributedDataParallel, "
+                "which hands over complex gradients as real ones."
+            )
 
 
 def _for_parameters(codec: Codec) -> Codec:

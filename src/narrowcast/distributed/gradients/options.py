@@ -25,6 +25,11 @@ def one_dimensional(name: str, parameter: Tensor) -> bool:
     return parameter.dim() <= 1
 
 
+def numbers(parameter: Tensor) -> int:
+    """How many real numbers an element is: a complex one travels as two."""
+    return 2 if parameter.is_complex() else 1
+
+
 def codec_of(given: AnyCodec) -> Codec:
     if callable(given):
         raise SpecError(
