@@ -14,13 +14,14 @@ from torch import Tensor
 
 from narrowcast import Codec
 from narrowcast.distributed.arena import Arena
-from narrowcast.distributed.coder import Coder
+from narrowcast.distributed.coder import Coder, derive_seed
 from narrowcast.distributed.stats import Meter
 
 
-def seed_for(codec: Codec, seed: int, *key: int) -> int:
+def seed_for(codec: Codec, seed: int, rank: int, *key: int) -> int:
     """The seed of one encoding among all those of a collective: the one thing taken from the library."""
-    return Coder(codec, seed, Meter("model", 0), Arena(), torch.device("cpu"))._seed_of(key)
+    own = derive_seed(seed, rank)
+    return Coder(codec, own, Meter("model", 0), Arena(), torch.device("cpu"))._seed_of((rank, *key))
 
 
 def parts(numel: int, world: int) -> list[slice]:

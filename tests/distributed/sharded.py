@@ -16,8 +16,8 @@ from trained import CHUNK, CODEC, SEED, STEPS, UNIT, Given, Named, Shapes, exemp
 
 import narrowcast as nc
 from narrowcast import Codec
+from narrowcast.distributed.coder import derive_seed
 from narrowcast.distributed.gradients.columns import Chunk
-from narrowcast.distributed.gradients.compression import _mixed
 
 SHAPES: Shapes = {
     "bias": (37,),  # exempt: it has one dimension
@@ -153,7 +153,7 @@ class Expected:
             cut = slice(start, min(part, start + width))
             key = Chunk(name, numel, world, part, start, cut.stop - start).key
             for r in range(world):
-                seed = _mixed(self.seeds[r], self.steps)
+                seed = derive_seed(self.seeds[r], self.steps)
                 for o in range(world):
                     if r != o:
                         row = meant[r, o, cut][None]

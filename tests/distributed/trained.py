@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import narrowcast as nc
 from cases import mixed, same_bits
 from narrowcast import Codec
+from narrowcast.distributed.coder import derive_seed
 from narrowcast.distributed.gradients.columns import Chunk
-from narrowcast.distributed.gradients.compression import _mixed
 
 Shapes = Mapping[str, tuple[int, ...]]
 Named = dict[str, Tensor]
@@ -224,7 +224,7 @@ class Expected:
 
     def _trip(self, codec: Codec, row: Tensor, who: int, *key: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A row as it arrives."""
-        seed = model.seed_for(codec, _mixed(self.seeds[who], self.steps), *key)
+        seed = model.seed_for(codec, derive_seed(self.seeds[who], self.steps), *key)
         return model.there(codec, row[None], seed, dtype)[0]
 
     def _without_padding(self, residuals: Tensor, numel: int) -> Tensor:

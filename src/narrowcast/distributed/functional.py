@@ -38,12 +38,13 @@ from torch import Tensor
 from narrowcast.codecs import checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments, collectives
+from narrowcast.distributed.coder import derive_seed
 from narrowcast.distributed.collectives import SUM, AnyCodec
 from narrowcast.distributed.entry import collective
 from narrowcast.errors import CollectiveError, ShapeError
 
-_APART = 0x9E3779B97F4A7C15
-"""What a seed and that of its backward differ by: further than any two seeds that a person would choose."""
+_BACKWARD = 1
+"""The word that tells the draws of a backward from those of its forward."""
 
 
 @collective
@@ -198,7 +199,8 @@ def _apply(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[T
 def _back(codec: AnyCodec, backward_codec: AnyCodec | None, seed: int | None) -> dict[str, Any]:
     """How the backward is called: what travels forth there travels back here."""
     back = as_codec(codec if backward_codec is None else backward_codec)
-    return {"codec": back, "backward_codec": codec, "seed": None if seed is None else checks.seed(seed) + _APART}
+    apart = None if seed is None else derive_seed(checks.seed(seed), _BACKWARD)
+    return {"codec": back, "backward_codec": codec, "seed": apart}
 
 
 def _members(group: dist.ProcessGroup | None, op: str) -> dist.ProcessGroup:

@@ -25,7 +25,7 @@ from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments, one_trip, two_stage
 from narrowcast.distributed.agreement import Call
-from narrowcast.distributed.coder import lossless
+from narrowcast.distributed.coder import derive_seed, lossless
 from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.lane import Work
 from narrowcast.distributed.launch import Operands, perform, seed_of, start
@@ -106,9 +106,8 @@ def _run_in_order(steps: Sequence[_Step]) -> None:
     """Run all steps. One that fails is known to the ranks of the later ones, too, who would wait for this rank."""
     for i, step in enumerate(steps):
         try:
-            perform(
-                step.peers, step.call, step.protocol, name=step.call.op, plain_bytes=step.plain_bytes, seed=step.seed
-            )
+            seed = derive_seed(step.seed, i)
+            perform(step.peers, step.call, step.protocol, name=step.call.op, plain_bytes=step.plain_bytes, seed=seed)
         except BaseException as error:
             for later in steps[i + 1 :]:
                 later.peers.give_up("all_reduce", error)

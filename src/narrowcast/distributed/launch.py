@@ -9,7 +9,7 @@ from torch import Tensor
 
 from narrowcast.codecs import Codec, checks
 from narrowcast.distributed.agreement import Call
-from narrowcast.distributed.coder import Coder
+from narrowcast.distributed.coder import Coder, derive_seed
 from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.lane import Job, Work
 from narrowcast.distributed.peers import Peers
@@ -84,12 +84,16 @@ def launch(
 def perform(
     peers: Peers, call: Call, protocol: Callable[[Exchange], None], *, name: str, plain_bytes: int, seed: int
 ) -> None:
-    """Run `protocol` here and now, and count what it costs under `name`."""
+    """Run `protocol` here and now, and count what it costs under `name`.
+
+    Ranks that are given the same seed draw apart, by their global numbers: those of two hosts or replicas, too.
+    """
+    own = derive_seed(seed, peers.ranks[peers.rank]) if call.codec.stochastic else 0
 
     def attempt(wire: Wire, calls: int) -> None:
         meter = Meter(name, plain_bytes)
         try:
-            protocol(Exchange(wire, calls, call, Coder(call.codec, seed, meter, peers.arena, peers.device)))
+            protocol(Exchange(wire, calls, call, Coder(call.codec, own, meter, peers.arena, peers.device)))
             wire.flush()
         finally:
             wire.trim()

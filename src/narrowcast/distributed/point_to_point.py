@@ -109,7 +109,7 @@ def _send(
 
     def protocol(exchange: Exchange) -> None:
         nbytes = exchange.coder.nbytes(rows)
-        data = exchange.coder.encode(rows, exchange.coder.take("outbox", nbytes))
+        data = exchange.coder.encode(rows, exchange.coder.take("outbox", nbytes), peer, tag)
         sizes = [0 if rank == exchange.rank else nbytes for rank in range(2)]
         exchange.open(lambda rank: data, sizes, [data[:0]] * 2)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from narrowcast.codecs import Codec, checks
 from narrowcast.distributed.agreement import Call
-from narrowcast.distributed.coder import lossless
+from narrowcast.distributed.coder import derive_seed, lossless
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.gradients import state as saved
@@ -211,7 +211,7 @@ class GradientCompression:
 
         began = time.perf_counter()
         with span("narrowcast::gradients"):
-            seed = _mixed(self._seed, step)
+            seed = derive_seed(self._seed, step)
             try:
                 perform(peers, call, counted, name="gradients", plain_bytes=found.plain_bytes, seed=seed)
             except BaseException:
@@ -336,7 +336,3 @@ def codec_for(found: BucketStats, codec: Codec | None, reason: str) -> Codec | N
         codec, reason = None, "nothing to compress"
     found.codec, found.reason = None if codec is None else codec.spec, reason
     return codec
-
-
-def _mixed(seed: int, step: int) -> int:
-    return (seed * 0x9E3779B97F4A7C15 + step * 0xD1342543DE82EF95) % (1 << 63)
