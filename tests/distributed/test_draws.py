@@ -61,9 +61,9 @@ WORLD, CALLS, NUMEL = 3, 200, 3 * 128
 
 
 def steady(rank: int) -> Tensor:
-    """Blocks of 32 that open with -8, followed by numbers up to 6 in size: nothing is cut, and a step is 1."""
+    """Blocks of 32 that open with -7, followed by numbers up to 6 in size: nothing is cut, and a step is 1."""
     x = torch.rand(NUMEL // 32, 32, generator=torch.Generator().manual_seed(rank)) * 12 - 6
-    x[:, 0] = -8.0
+    x[:, 0] = -7.0
     return x.view(-1)
 
 
@@ -79,8 +79,8 @@ def averaged(rank: int, codec: str) -> Tensor:
 def test_the_mean_of_many_calls_is_the_exact_sum() -> None:
     """Rounding to one of two neighbours a step apart, unbiased, has a variance of at most step**2 / 4.
 
-    An element is rounded by the N - 1 ranks that do not own it, with a step of 1 (8 over the 8 codes below zero), and
-    once as a sum, with a step of N (blocks of sums open with -8 N). The draws are independent and each is unbiased
+    An element is rounded by the N - 1 ranks that do not own it, with a step of 1 (7 over the 7 codes on each side), and
+    once as a sum, with a step of N (blocks of sums open with -7 N). The draws are independent and each is unbiased
     given those before it, so the variance of a call is at most (N - 1 + N**2) / 4, and that of the mean is 1 / CALLS
     of it. Seeds are fixed, so this either holds or does not; six standard deviations would be passed by chance once in
     a billion elements. Scales are stored in bf16, which holds 1 and 3 exactly.
