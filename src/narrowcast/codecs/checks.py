@@ -84,7 +84,7 @@ def seed(seed: int | None) -> int:
     if seed is None:
         if torch.compiler.is_compiling():
             raise SpecError("seed: inside torch.compile a stochastic codec needs seed=, so that steps differ.")
-        return int(torch.randint(0, 2**62, ()))
+        return int(torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu"))
     if not _whole(seed):
         raise SpecError(f"seed={seed!r}: a seed is an integer, or None for a fresh one.")
     return (seed + 2**63) % 2**64 - 2**63

@@ -54,7 +54,9 @@ def measure_codecs(
 ) -> dict[str, CodecSpeed]:
     """The speed of each codec on `device`, by its spec; with `peers`, a collective whose result is the same on all."""
     where = torch.device(device)
-    x = torch.randn(_numel(where), generator=torch.Generator().manual_seed(0)).to(where)
+    x = torch.randn(
+        _numel(where), dtype=torch.float32, device="cpu", generator=torch.Generator("cpu").manual_seed(0)
+    ).to(where)
     out = torch.empty_like(x)
     runs = {codec.spec: _operations(codec, x, out, max(2, min(ranks, MOST_ROWS))) for codec in codecs}
     if peers is not None:

@@ -90,6 +90,8 @@ class GradientCompression:
         self.step = 0
         """The steps that are over."""
         self.process_group = process_group
+        self.trainer: Callable[[], nn.Module | None] = lambda: None
+        """The DistributedDataParallel that hands over the gradients, where it is known and alive."""
         self._schedule = schedule_of(schedule)
         self.codec_at(self.warmup_steps)  # so that a wrong one raises now, not in backward, when DDP has its only hook
         self._exempt = rule_of(exempt)

@@ -5,6 +5,7 @@ meanwhile. A step is over with the bucket that DDP calls the last one of a backw
 """
 
 # DDP reads the annotations of a hook: no `from __future__ import annotations` here.
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from narrowcast.distributed.gradients.telemetry import BucketStats
 from narrowcast.distributed.lane import Work
 from narrowcast.distributed.launch import start
 from narrowcast.distributed.peers import Peers
-from narrowcast.errors import CollectiveError, DtypeError
+from narrowcast.errors import CollectiveError, DtypeError, SpecError
 
 
 def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
@@ -39,12 +40,14 @@ def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
     group: Any = state.process_group or ddp.process_group
     if group.size() > 1:
         state.agree(group, like.detach())
+    state.trainer = weakref.ref(ddp)
     ddp.register_comm_hook(state, gradient_hook)
 
 
 def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """For `ddp.register_comm_hook(state, gradient_hook)`: the average of a bucket over all ranks, compressed."""
     buffer = bucket.buffer()
+    _check_join(state.trainer())
     if buffer.is_sparse:
         name = ", ".join(state.name_of(parameter) for parameter in bucket.parameters())  # DDP puts it in alone
         raise DtypeError(
@@ -55,6 +58,16 @@ def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.
     # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
     offsets = [offset * numbers(p) for offset, p in zip(offsets, parameters, strict=True)]
     return reduce(state, buffer, parameters, offsets, bucket.index(), bucket.is_last())
+
+
+def _check_join(ddp: Any) -> None:
+    """Raise if a sum is to be divided by the number of ranks that have inputs left: DDP tells no hook how many have."""
+    if ddp is not None and ddp._join_config.enable and not getattr(ddp, "_divide_by_initial_world_size", True):
+        raise SpecError(
+            "join(divide_by_initial_world_size=False): compressed gradients are averaged over all ranks of the group, "
+            "and DDP does not tell a communication hook how many have inputs left. Call model.join(), which divides by "
+            "the number of all ranks."
+        )
 
 
 def reduce(

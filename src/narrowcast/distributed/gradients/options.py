@@ -42,7 +42,8 @@ def codec_of(given: AnyCodec) -> Codec:
 @functools.lru_cache(maxsize=256)
 def for_gradients(codec: Codec) -> Codec:
     """A codec that can carry gradients: one that tells a number from its negative."""
-    there = codec.decode(codec.encode(torch.tensor([[-1.0, 1.0] * 4]), 0), 8)[0]
+    signs = torch.tensor([[-1.0, 1.0] * 4], dtype=torch.float32, device="cpu")
+    there = codec.decode(codec.encode(signs, 0), 8)[0]
     if not (there[0] < 0 < there[1]):
         raise SpecError(
             f"codec={codec.spec!r} has no gradient sense: it turns -1, 1 into {there[0]:g}, {there[1]:g}, and "
