@@ -48,7 +48,7 @@ def kernels() -> list[tuple[Kernel, torch.device]]:
 
 def rows() -> Tensor:
     """What is encoded."""
-    x = torch.randn(6, NUMEL, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(6, NUMEL, dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(0))
     x[1] = 0
     x[2, 130] = math.nan
     x[3, 17], x[3, 400] = math.inf, -math.inf
@@ -84,7 +84,7 @@ def _first_difference(kernel: Kernel, codec: Codec, device: torch.device) -> str
         return "decoded bits"
     # With block=row, a row that is not finite would leave nothing of the sum.
     data = data[x.isfinite().all(1)]
-    total = torch.empty(NUMEL, device=device)
+    total = torch.empty(NUMEL, dtype=torch.float32, device=device)
     kernel.decode_sum(total, data.to(device), here, None, 0, 3)
     if not _same_bits(total.cpu(), reference.decode_sum(data, NUMEL, plain, None, 0, 3, x.dtype)):
         return "bits of a sum"

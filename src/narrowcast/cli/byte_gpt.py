@@ -104,7 +104,9 @@ class ByteGPT(nn.Module):
                 f"tokens: ByteGPT reads [batch, time] with time up to its context of {self.config.context}; this is "
                 f"{list(tokens.shape)}. Cut it: tokens[:, -{self.config.context}:]"
             )
-        x = self.symbols(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.symbols(tokens) + self.positions(
+            torch.arange(tokens.shape[1], dtype=torch.int64, device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         return self.following(self.norm(x))  # type: ignore[no-any-return]
@@ -114,7 +116,7 @@ class ByteGPT(nn.Module):
         """`count` bytes that the model puts after the prompt; a temperature of 0 takes the likeliest each time."""
         device = self.following.weight.device
         generator = torch.Generator(device).manual_seed(seed)
-        written = torch.tensor([list(prompt or b"\n")], device=device)
+        written = torch.tensor([list(prompt or b"\n")], dtype=torch.int64, device=device)
         start = written.shape[1]
         for _ in range(count):
             logits = self(written[:, -self.config.context :])[:, -1]
@@ -162,8 +164,8 @@ def batches(text: Tensor, context: int, batch: int, *, seed: int, rank: int = 0)
             f"a shorter context"
         )
     generator = torch.Generator().manual_seed((seed << 20) + rank)
-    offsets = torch.arange(context + 1)
+    offsets = torch.arange(context + 1, dtype=torch.int64, device="cpu")
     while True:
-        starts = torch.randint(len(text) - context, (batch, 1), generator=generator)
+        starts = torch.randint(len(text) - context, (batch, 1), dtype=torch.int64, device="cpu", generator=generator)
         windows = text[starts + offsets].long()
         yield windows[:, :-1], windows[:, 1:]

@@ -45,7 +45,7 @@ def catalogue() -> list[dict[str, object]]:
 
     import narrowcast as nc
 
-    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1 << 18, dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(0))
     rows: list[dict[str, object]] = []
     for name in nc.list_codecs():
         codec = nc.codec(name)

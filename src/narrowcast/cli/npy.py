@@ -44,7 +44,7 @@ def read(path: Path) -> Tensor:
 def check_dtype(dtype: torch.dtype, name: str) -> None:
     """Refuse what a .npy file cannot hold."""
     try:
-        torch.empty(0, dtype=dtype).numpy()
+        torch.empty(0, dtype=dtype, device="cpu").numpy()
     except TypeError as error:
         raise DtypeError(
             f"{name!r} is {str(dtype).removeprefix('torch.')}, which .npy has no name for. Add --dtype float32, or "

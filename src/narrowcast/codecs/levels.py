@@ -21,7 +21,7 @@ from torch import Tensor
 from narrowcast.codecs.base import Codec, block_option, differing, scale_option
 from narrowcast.codecs.uniform import default_block, default_scale
 from narrowcast.errors import SpecError
-from narrowcast.kernels.layout import Element, Format, to_float32
+from narrowcast.kernels.layout import Element, Format, before_float32, to_float32
 
 # The 16 levels of QLoRA's normal float (Dettmers et al. 2023, appendix E): a published constant, not ours to derive.
 NF4 = (
@@ -122,7 +122,7 @@ def apot_levels(bits: int, k: int = 2, signed: bool = True) -> Tensor:
         raise SpecError(f"bits={bits!r}: additive powers of two have 2 to 8 bits.")
     grid = _apot_integers(bits - 1 if signed else bits, k, bits)
     levels = _signed(grid) if signed else grid
-    return torch.tensor([level / grid[-1] for level in levels], dtype=torch.float64)
+    return torch.tensor([level / grid[-1] for level in levels], dtype=torch.float64, device="cpu")
 
 
 def _signed(grid: list[int]) -> list[int]:
@@ -167,7 +167,7 @@ def _apot_integers(width: int, k: int, bits: int) -> list[int]:
 def _check_table(table: Sequence[float] | Tensor, name: str) -> list[float]:
     """A user's table as fp32 values, or a reason why it is none."""
     try:
-        values = torch.as_tensor(table, dtype=torch.float64).flatten().tolist()
+        values = torch.as_tensor(table, dtype=torch.float64, device="cpu").flatten().tolist()
     except (TypeError, ValueError, RuntimeError) as error:
         raise SpecError(
             f"table={table!r} of codec {name!r}: a table is a list of numbers, as in Levels([-1, 0, 1]) "
@@ -195,10 +195,11 @@ def _check_table(table: Sequence[float] | Tensor, name: str) -> list[float]:
 
 def _kernel_table(levels: list[float], bits: int) -> Tensor:
     """Levels and thresholds as kernels take them: fp32 [2, 2**bits]."""
-    table = torch.full((2, 2**bits), math.nan)
+    table = torch.full((2, 2**bits), math.nan, dtype=torch.float32, device="cpu")
     table[1] = math.inf
-    table[0, : len(levels)] = torch.tensor(levels)
-    table[1, : len(levels) - 1] = torch.tensor([_threshold(*pair) for pair in itertools.pairwise(levels)])
+    thresholds = [_threshold(*pair) for pair in itertools.pairwise(levels)]
+    table[0, : len(levels)] = torch.tensor(levels, dtype=torch.float32, device="cpu")
+    table[1, : len(thresholds)] = torch.tensor(thresholds, dtype=torch.float32, device="cpu")
     return table
 
 
@@ -207,5 +208,5 @@ def _threshold(lower: float, upper: float) -> float:
     middle = (Fraction(lower) + Fraction(upper)) / 2
     nearest = to_float32(float(middle))
     if Fraction(nearest) > middle:
-        nearest = torch.nextafter(torch.tensor(nearest), torch.tensor(-math.inf)).item()
+        nearest = before_float32(nearest)
     return nearest

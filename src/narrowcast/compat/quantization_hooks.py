@@ -117,7 +117,7 @@ def _quantize_per_tensor_backend(x: Tensor, scale: Tensor | float, zero_point: T
 def _dequantize_per_tensor_backend(y: Tensor, scale: Tensor | float, zero_point: Tensor | float) -> Tensor:
     """scale * (y - zero_point), in fp32."""
     flat = y.detach().reshape(-1)
-    out = torch.empty(flat.shape, device=y.device)
+    out = torch.empty(flat.shape, dtype=torch.float32, device=y.device)
     step = _step(flat, 1)
     for target, piece in _pieces(step, out, flat):
         _dequantize(target, piece, _number(scale), _number(zero_point))
@@ -136,7 +136,7 @@ def _quantize_per_channel_backend(x: Tensor, scale: Tensor, zero_point: Tensor) 
 def _dequantize_per_channel_backend(y: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     """`_dequantize_per_tensor_backend` of each y[i], with scale[i] and zero_point[i]."""
     rows, scales, zeros, step = _channels(y, "y", scale, zero_point)
-    out = torch.empty(rows.shape, device=y.device)
+    out = torch.empty(rows.shape, dtype=torch.float32, device=y.device)
     for pieces in _pieces(step, out, rows, scales, zeros):
         _dequantize(*pieces)
     return out.view(y.shape)

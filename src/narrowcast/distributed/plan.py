@@ -304,7 +304,9 @@ def _calibrated(link: Link, peers: Peers, codec: Codec, speed: CodecSpeed, large
     most, least = predicted(numel, 0.0), predicted(numel, 1.0)
     if most <= 1.02 * least:  # one piece, or a wire that is far slower than coding: it makes no difference
         return link
-    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(peers.device)
+    x = torch.randn(numel, dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(0)).to(
+        peers.device
+    )
     took = timed(peers, lambda: average(peers, x, codec), rounds=5, warm_up=True)
     overlap = min(max((most - took) / (most - least), 0.0), 1.0)
     return dataclasses.replace(link, overlap=overlap, drag=max(took / most, 1.0))

@@ -106,7 +106,7 @@ def packed(name: str, rows: EncodedRows, scale_dtype: torch.dtype = torch.float3
     found = {
         f"{name}_packed": torch.cat(words),
         f"{name}_scale": scale.to(scale_dtype),
-        f"{name}_shape": torch.tensor(rows.shape),
+        f"{name}_shape": torch.tensor(rows.shape, dtype=torch.int64, device="cpu"),
     }
     if not scheme.symmetric:
         zeros = rows.data[:, where.zeros_offset : where.zeros_offset + where.groups].to(torch.int16) - half

@@ -75,7 +75,7 @@ def gather(compression: GradientCompression, residuals: bool) -> list[dict[str, 
     for other, global_rank in enumerate(members[1:], 1):
         for part in TENSORS:
             for name, shape in found[other][part].items():
-                received = torch.empty(shape, device=device)
+                received = torch.empty(shape, dtype=torch.float32, device=device)
                 if received.numel():
                     dist.recv(received, global_rank, group)
                 found[other][part][name] = received.cpu()

@@ -15,9 +15,9 @@ WORD = 0xFFFFFFFF
 
 def uniform(seed: int, rows: int, groups: int, group_size: int, device: torch.device) -> Tensor:
     """One number of 24 bits in [0, 1) per element, a function of (seed, row, index in the row) alone."""
-    index = torch.arange(groups * group_size, device=device)
-    row = torch.arange(rows, device=device).unsqueeze(1)
-    key = mix64(mix64(mix64(torch.tensor(seed, device=device)) + row) + (index >> 32))
+    index = torch.arange(groups * group_size, dtype=torch.int64, device=device)
+    row = torch.arange(rows, dtype=torch.int64, device=device).unsqueeze(1)
+    key = mix64(mix64(mix64(torch.tensor(seed, dtype=torch.int64, device=device)) + row) + (index >> 32))
     x = (index & WORD) ^ (key & WORD)
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & WORD
     x = x ^ ((key >> 32) & WORD)

@@ -125,7 +125,7 @@ def _shape(x: Tensor, *rest: object) -> Tensor:
 
 
 def _backward_shape(grad: Tensor, x: Tensor, scale: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty(scale.shape, device=scale.device)
+    return torch.empty_like(x), torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
 
 
 def _remember(ctx: FunctionCtx, inputs: tuple[object, ...], output: Tensor | None = None) -> None:

@@ -69,7 +69,7 @@ def encoding(recipe: Recipe, seed: int, anything: Tensor) -> dict[str, Any]:
     return found | {
         "step": step,
         "top_scale": limit,
-        "seed": int(draws.mix64(torch.tensor(seed))) if format.stochastic else 0,
+        "seed": int(draws.mix64(torch.tensor(seed, dtype=torch.int64, device="cpu"))) if format.stochastic else 0,
         "STOCHASTIC": bool(format.stochastic),
         "SIGNED": format.signed_scale,
     }

@@ -66,7 +66,7 @@ class Triton:
             return
         tile = tile_for("reduce", recipe.format)
         if cut(recipe.format, numel, tile.elements, gpu_plan.ONE_PASS).chunked:
-            total = torch.empty(numel, device=data.device)
+            total = torch.empty(numel, dtype=torch.float32, device=data.device)
             self.decode_sum(total, data, recipe, own, own_rank, divisor)
             self.encode(out.view(1, -1), total.view(1, -1), recipe, seed)
             return

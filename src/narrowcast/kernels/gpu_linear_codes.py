@@ -52,7 +52,7 @@ def levels_of(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def _make_levels(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    byte = torch.arange(256, device=device)
+    byte = torch.arange(256, dtype=torch.int64, device=device)
     if recipe.table is None:
         plain = Recipe(Format(recipe.format.element, 8, 0, Scale.NONE), 1.0, None)
         rows = byte.to(torch.uint8)[None].expand(16, -1)[:1].contiguous()

@@ -97,20 +97,20 @@ def fit(thresholds: Tensor, reach: float, count: int) -> tuple[float, float, flo
     None where no such curve leaves `ROOM`. Wherever a threshold lies, both its sides must get the same guess, so the
     curve should pass each at its number: least squares, again and again, with more weight where it misses by more.
     """
-    ends = torch.tensor([reach], dtype=torch.float64)
+    ends = torch.tensor([reach], dtype=torch.float64, device="cpu")
     x = torch.cat([-ends, thresholds, ends])
     last = len(thresholds) - 1
-    aims = torch.arange(-1, last + 2, dtype=torch.float64).clamp(0, last)
+    aims = torch.arange(-1, last + 2, dtype=torch.float64, device="cpu").clamp(0, last)
     powers = torch.stack([x * x.abs(), x, torch.ones_like(x)], 1)
     weights = torch.ones_like(x)
-    curve = torch.zeros(3, dtype=torch.float64)
+    curve = torch.zeros(3, dtype=torch.float64, device="cpu")
     for _ in range(60):
         curve = torch.linalg.lstsq(powers * weights[:, None], (aims * weights)[:, None]).solution[:, 0]
         weights = weights * ((powers @ curve - aims).abs() + 1e-3).sqrt()
         weights = weights / weights.max()
     bend, slope, middle = (to_float32(float(part)) for part in curve)
     for code in range(last + 2):
-        y = torch.linspace(float(x[code]), float(x[code + 1]), 1001, dtype=torch.float64)
+        y = torch.linspace(float(x[code]), float(x[code + 1]), 1001, dtype=torch.float64, device="cpu")
         guess = (bend * y.abs() + slope) * y + middle
         lowest, highest = max(code - 1, 0) - 0.5, min(code, count - 1) + 0.5
         if not (guess.min() > lowest + ROOM and guess.max() < highest - ROOM):
@@ -131,13 +131,13 @@ def cut(thresholds: Tensor, reach: float, size: int) -> tuple[Tensor, int, int, 
         if crowd <= 1 or count == MOST_CELLS:
             break
         count *= 2
-    before = torch.searchsorted(owner, torch.arange(count))
+    before = torch.searchsorted(owner, torch.arange(count, dtype=torch.int64, device="cpu"))
     steps = crowd.bit_length()
     if steps == 1:
-        listed = torch.full((count,), torch.inf)
+        listed = torch.full((count,), torch.inf, dtype=torch.float32, device="cpu")
         listed[owner] = thresholds
     else:
-        listed = torch.full((2 * size,), torch.inf)
+        listed = torch.full((2 * size,), torch.inf, dtype=torch.float32, device="cpu")
         listed[: len(thresholds)] = thresholds
     entries = torch.cat([before.int(), listed.view(torch.int32)])
     return entries, count, steps, len(listed), slope, middle

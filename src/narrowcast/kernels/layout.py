@@ -179,6 +179,14 @@ def to_float32(value: float) -> float:
     return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
 
+def before_float32(value: float) -> float:
+    """The largest fp32 number below an fp32 number."""
+    if value == 0:
+        return -(2.0**-149)
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    return float(struct.unpack("<f", struct.pack("<I", bits - 1 if value > 0 else bits + 1))[0])
+
+
 def _round_down(value: float, scale: Scale) -> float:
     """The largest number of the scale's format that is not above `value`, for 2**-14 <= value <= FLT_MAX."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))

@@ -79,7 +79,7 @@ def decode_sum(
 
     Where `own` [numel] is given it stands, exact, in the place of row `own_rank`, which is then not read.
     """
-    total = torch.zeros(numel, device=data.device)
+    total = torch.zeros(numel, dtype=torch.float32, device=data.device)
     for rank in range(data.shape[0]):
         if own is not None and rank == own_rank:
             term = to_float32(own)
@@ -272,7 +272,7 @@ def decode_float32(data: Tensor, numel: int, recipe: Recipe) -> Tensor:
     format, table = recipe.format, recipe.table
     where = layout(format, numel)
     if data.numel() == 0:
-        return torch.zeros(data.shape[0], numel, device=data.device)
+        return torch.zeros(data.shape[0], numel, dtype=torch.float32, device=data.device)
     codes = unpack(data[:, : where.codes_bytes], numel, format.bits)
     if format.scale == Scale.NONE:
         return cast_value(codes, format.element)
@@ -301,7 +301,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits >= 8:
         return codes.to({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]).contiguous().view(torch.uint8)
     codes = pad(codes.long() & (2**bits - 1), (0, -n % 8)).view(rows, -1, 8)
-    steps = torch.arange(8, device=codes.device)
+    steps = torch.arange(8, dtype=torch.int64, device=codes.device)
     words = (codes << (steps * bits)).sum(-1, keepdim=True)
     packed = (words >> (steps[:bits] * 8)) & 0xFF
     return packed.to(torch.uint8).view(rows, -1)[:, : -(-n * bits // 8)]
@@ -315,7 +315,7 @@ def unpack(data: Tensor, n: int, bits: int) -> Tensor:
         return data.view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]).long()
     groups = -(-n // 8)
     data = pad(data, (0, groups * bits - data.shape[1])).view(rows, groups, bits).long()
-    steps = torch.arange(8, device=data.device)
+    steps = torch.arange(8, dtype=torch.int64, device=data.device)
     words = (data << (steps[:bits] * 8)).sum(-1, keepdim=True)
     codes: Tensor = (words >> (steps * bits)) & (2**bits - 1)
     return codes.view(rows, -1)[:, :n]

@@ -25,7 +25,7 @@ STARTS = ("max", "percentile", "mse")
 SHARE = 0.999
 """The share of elements that "percentile" keeps within the clip."""
 
-FRACTIONS = torch.arange(1, 101) / 80
+FRACTIONS = [step / 80 for step in range(1, 101)]
 SEARCHED = 1 << 20
 """Elements of one channel that are searched at most; of more, evenly spaced ones are taken."""
 
@@ -77,7 +77,7 @@ def search(rows: Tensor, largest: Tensor, made: CodecGrid, weights: Tensor | Non
     grid = made.grid._replace(levels=made.grid.levels.to(rows.device), thresholds=made.grid.thresholds.to(rows.device))
     best, least = largest.clone(), torch.full_like(largest, math.inf)
     rows = rows.contiguous()
-    for fraction in FRACTIONS.tolist():
+    for fraction in FRACTIONS:
         clip = largest * fraction
         error = (fake_quantize(rows, scale_of(clip, made.top).clamp(min=2.0**-126), grid, 0) - rows).square_()
         total = (error if weights is None else error * weights).sum(1)

@@ -91,9 +91,9 @@ class FakeQuantize(nn.Module):
         """Set by `calibrate_`: pass inputs on as they are, and show them to the observer."""
         self.observer = None if observer is None else make_observer(observer)
         count = 1 if channel_axis is None else channels or 0
-        self.alpha = nn.Parameter(torch.ones(count, device=device), requires_grad=learn)
-        self.register_buffer("levels", torch.empty(0, device=device))
-        self.register_buffer("thresholds", torch.empty(0, device=device), persistent=False)
+        self.alpha = nn.Parameter(torch.ones(count, dtype=torch.float32, device=device), requires_grad=learn)
+        self.register_buffer("levels", torch.empty(0, dtype=torch.float32, device=device))
+        self.register_buffer("thresholds", torch.empty(0, dtype=torch.float32, device=device), persistent=False)
         self.register_buffer("started", torch.zeros((), dtype=torch.bool, device=device))
         self.register_buffer("floored", torch.zeros((), dtype=torch.int64, device=device))
         self._ready = False

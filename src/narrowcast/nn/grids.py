@@ -28,7 +28,7 @@ from narrowcast.codecs import codec as as_codec
 from narrowcast.codecs.rules import CodecLike
 from narrowcast.errors import SpecError
 from narrowcast.kernels import casts
-from narrowcast.kernels.layout import Element, Grid, layout, to_float32
+from narrowcast.kernels.layout import Element, Grid, before_float32, layout, to_float32
 from narrowcast.kernels.reference import pack, scale_bits, scale_value
 
 
@@ -62,7 +62,7 @@ def codec_grid(codec: CodecLike, signed: bool = True) -> CodecGrid:
     stored = stored_codec(chosen)
     if element == Element.INT:
         first = -(2 ** (bits - 1)) if signed else 0
-        integers = torch.arange(first, first + 2**bits)
+        integers = torch.arange(first, first + 2**bits, dtype=torch.int64, device="cpu")
         levels = integers.float()
         grid = Grid(levels, (levels[1:] + levels[:-1]) / 2, True)
         return CodecGrid(grid, float(levels[-1]), integers if signed else _none(), stored, signed)
@@ -75,10 +75,10 @@ def codec_grid(codec: CodecLike, signed: bool = True) -> CodecGrid:
         return CodecGrid(_table(levels), float(levels[-1]), _none(), stored, False)
     if element == Element.LEVELS:
         levels = chosen.levels  # type: ignore[attr-defined]
-        return CodecGrid(_table(levels), float(levels.abs().max()), torch.arange(len(levels)), stored, True)
+        return CodecGrid(_table(levels), float(levels.abs().max()), _codes(len(levels)), stored, True)
     assert element == Element.SIGN  # zero counts as positive: only what is below zero is negative
-    below = torch.tensor([_before(0.0)])
-    return CodecGrid(Grid(torch.tensor([-1.0, 1.0]), below, False), 1.0, torch.tensor([1, 0]), stored, True)
+    grid = Grid(_floats([-1.0, 1.0]), _floats([before_float32(0.0)]), False)
+    return CodecGrid(grid, 1.0, _codes(2).flip(0), stored, True)
 
 
 def has_unsigned(codec: Codec) -> bool:
@@ -138,7 +138,15 @@ def row_scales(rows: Tensor, codec: Codec, numel: int) -> Tensor:
 
 
 def _none() -> Tensor:
-    return torch.empty(0, dtype=torch.int64)
+    return _codes(0)
+
+
+def _codes(count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.int64, device="cpu")
+
+
+def _floats(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def _family(codec: Codec) -> str:
@@ -164,29 +172,25 @@ def _unsigned(codec: Codec) -> Tensor:
             f"signed=False: the unsigned grid of codec {codec.spec!r} spans 2**{whole[-1].bit_length() - 1}, more than "
             "fp32 does. Take fewer bits, or pass signed=True."
         )
-    return torch.tensor([math.ldexp(level, -shift) for level in whole], dtype=torch.float32)
+    return _floats([math.ldexp(level, -shift) for level in whole])
 
 
 def _table(levels: Tensor) -> Grid:
     """A table with ties to the lower level, as the codecs of tables have it."""
     thresholds = [_middle(*pair) for pair in itertools.pairwise(levels.tolist())]
-    return Grid(levels, torch.tensor(thresholds), False)
+    return Grid(levels, _floats(thresholds), False)
 
 
 def _middle(lower: float, upper: float) -> float:
     """The largest fp32 number that is not above the middle."""
     middle = (Fraction(lower) + Fraction(upper)) / 2
     nearest = to_float32(float(middle))
-    return _before(nearest) if Fraction(nearest) > middle else nearest
-
-
-def _before(value: float) -> float:
-    return float(torch.nextafter(torch.tensor(value), torch.tensor(-math.inf)))
+    return before_float32(nearest) if Fraction(nearest) > middle else nearest
 
 
 def _float8(element: int, signed: bool) -> tuple[Tensor, Tensor]:
     """The finite numbers of an fp8 format, ascending, and their bits; of the two zeros the positive one."""
-    codes = torch.cat([torch.arange(255, 128, -1), torch.arange(128)]) if signed else torch.arange(128)
+    codes = torch.cat([_codes(256)[129:].flip(0), _codes(128)]) if signed else _codes(128)
     values = casts.cast_value(codes, element)
     return values[values.isfinite()], codes[values.isfinite()]
 
@@ -197,5 +201,5 @@ def _float8_table(levels: Tensor, codes: Tensor) -> Grid:
     pairs: Sequence[tuple[float, float]] = list(itertools.pairwise(levels.tolist()))
     for (lower, upper), code in zip(pairs, codes[1:].tolist(), strict=True):
         middle = (lower + upper) / 2
-        thresholds.append(_before(middle) if code % 2 == 0 else middle)
-    return Grid(levels, torch.tensor(thresholds), False)
+        thresholds.append(before_float32(middle) if code % 2 == 0 else middle)
+    return Grid(levels, _floats(thresholds), False)

@@ -34,9 +34,9 @@ class Observer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("low", torch.empty(0))
-        self.register_buffer("high", torch.empty(0))
-        self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("low", torch.empty(0, dtype=torch.float32, device="cpu"))
+        self.register_buffer("high", torch.empty(0, dtype=torch.float32, device="cpu"))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64, device="cpu"))
 
     @torch.no_grad()
     def observe(self, rows: Tensor) -> None:
@@ -107,17 +107,17 @@ class Histogram(Observer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("counts", torch.empty(0, self.bins, dtype=torch.float64))
-        self.register_buffer("reach", torch.empty(0))
+        self.register_buffer("counts", torch.empty(0, self.bins, dtype=torch.float64, device="cpu"))
+        self.register_buffer("reach", torch.empty(0, dtype=torch.float32, device="cpu"))
 
     def _count(self, rows: Tensor) -> None:
-        largest = torch.maximum(rows.abs().amax(1), torch.tensor(2.0**-100, device=rows.device))
+        largest = rows.abs().amax(1).clamp(min=2.0**-100)
         if self.reach.numel() == 0:
-            self.reach, self.counts = largest, self.counts.new_zeros((len(rows), self.bins))
+            self.reach, self.counts = largest, self.counts.new_zeros((len(rows), self.bins), device=rows.device)
         while bool((largest > self.reach).any()):
             self._double(largest > self.reach)
         place = ((rows / self.reach.view(-1, 1) + 1) * (self.bins / 2)).long().clamp_(0, self.bins - 1)
-        place += torch.arange(len(rows), device=rows.device).view(-1, 1) * self.bins
+        place += torch.arange(len(rows), dtype=torch.int64, device=rows.device).view(-1, 1) * self.bins
         self.counts += torch.bincount(place.flatten(), minlength=self.counts.numel()).view_as(self.counts)
 
     def _double(self, which: Tensor) -> None:
@@ -128,7 +128,7 @@ class Histogram(Observer):
         self.reach = torch.where(which, self.reach * 2, self.reach)
 
     def _middles(self) -> Tensor:
-        steps = (torch.arange(self.bins, device=self.reach.device) + 0.5) * (2 / self.bins) - 1
+        steps = (torch.arange(self.bins, dtype=torch.float32, device=self.reach.device) + 0.5) * (2 / self.bins) - 1
         # What lies in the outermost bins is no further out than the data.
         middles = steps * self.reach.view(-1, 1)
         return torch.minimum(torch.maximum(middles, self.low.view(-1, 1)), self.high.view(-1, 1))

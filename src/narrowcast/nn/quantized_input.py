@@ -83,7 +83,7 @@ class IntegerLayer(OneWeight):
         (rows, *size), device = self._held["weight"].shape, self.weight.device
         self._hold(
             torch.empty(rows, math.prod(size), dtype=torch.int8, device=device),
-            torch.empty(rows, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
             torch.empty(rows, dtype=torch.int64, device=device),
         )
 

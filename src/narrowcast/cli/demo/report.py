@@ -82,7 +82,7 @@ def _draw(curves: dict[str, list[dict[str, Any]]], picture: Path, console: Conso
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for way, title in WAYS.items():
         said = curves[way]
-        losses = torch.tensor([each["loss"] for each in said])
+        losses = torch.tensor([each["loss"] for each in said], dtype=torch.float32, device="cpu")
         window = max(1, len(losses) // 20)
         smooth = losses.unfold(0, window, 1).mean(1)
         (line,) = axes.plot([each["sent"] / 1e6 for each in said][window - 1 :], smooth)

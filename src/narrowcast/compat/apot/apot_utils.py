@@ -38,7 +38,8 @@ def float_to_apot(x: Tensor | float, levels: Tensor, indices: Tensor, alpha: Ten
 
 def apot_to_float(x_apot: Tensor | int, levels: Tensor, indices: Tensor) -> Tensor:
     """The levels that codes stand for."""
-    codes = torch.as_tensor(x_apot).long()
+    codes = x_apot if isinstance(x_apot, Tensor) else torch.tensor(x_apot, dtype=torch.int64, device="cpu")
+    codes = codes.long()
     indices = indices.to(codes.device)
     by_code = levels.new_full((int(indices.max()) + 1,), math.nan, device=codes.device)
     by_code[indices] = levels.to(codes.device)
@@ -60,7 +61,7 @@ def quant_dequant_util(x: Tensor | float, levels: Tensor, indices: Tensor | None
     if len(grid.levels) > WIDEST:
         nearest = grid.levels[torch.searchsorted(grid.thresholds, values.float().contiguous())].to(values.dtype)
         return torch.where(values.isnan(), math.nan, nearest)
-    return fake_quantize(values, torch.ones(1, device=values.device), grid, None)
+    return fake_quantize(values, torch.ones(1, dtype=torch.float32, device=values.device), grid, None)
 
 
 def _grid(levels: Tensor) -> Grid:
@@ -77,7 +78,7 @@ def _grid(levels: Tensor) -> Grid:
 
 def clipped(x: Tensor, alpha: Tensor | float) -> Tensor:
     """`x` within [-alpha, alpha]; a NaN stays one."""
-    bound = torch.as_tensor(alpha, device=x.device).to(x.dtype).reshape(())
+    bound = torch.as_tensor(alpha, dtype=x.dtype, device=x.device).reshape(())
     return x.clamp(-bound, bound)
 
 
@@ -99,5 +100,5 @@ def _place(values: Tensor, levels: Tensor) -> Tensor:
 
 
 def _as_floats(x: Tensor | float, levels: Tensor) -> Tensor:
-    values = x.detach() if isinstance(x, Tensor) else torch.tensor(x, device=levels.device)
+    values = x.detach() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float32, device=levels.device)
     return values if values.is_floating_point() else values.float()

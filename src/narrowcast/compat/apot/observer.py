@@ -34,8 +34,8 @@ class APoTObserver(ObserverBase):
         super().__init__(dtype)
         self.b, self.k = b, k
         device = (factory_kwargs or {}).get("device")
-        self.register_buffer("min_val", torch.empty(0, device=device))
-        self.register_buffer("max_val", torch.empty(0, device=device))
+        self.register_buffer("min_val", torch.empty(0, dtype=torch.float32, device=device))
+        self.register_buffer("max_val", torch.empty(0, dtype=torch.float32, device=device))
 
     def calculate_qparams(  # type: ignore[override]
         self, signed: bool = False, min_val: Tensor | None = None, max_val: Tensor | None = None
@@ -90,12 +90,12 @@ def sums(b: int, k: int, signed: bool) -> Tensor:
     """Every sum of one value of each term, fp32, in the order of codes: the last term changes fastest."""
     _check(b, k, signed)
     n = b // k
-    sums = torch.zeros(1)
+    sums = torch.zeros(1, dtype=torch.float32, device="cpu")
     for i in range(n):
         powers = [2.0 ** -(i + j * n) for j in range(2**k - 1)]
         term = [*powers, 0.0, *(-power for power in reversed(powers))] if signed else [0.0, *powers]
         # Added in fp32, term by term, as PyTorch does: past 24 bits, sums that differ may round to the same.
-        sums = (sums.view(-1, 1) + torch.tensor(term)).flatten()
+        sums = (sums.view(-1, 1) + torch.tensor(term, dtype=torch.float32, device="cpu")).flatten()
     return sums
 
 
