@@ -82,6 +82,11 @@ CODECS = {
     "levels256": Levels([(i - 127) / 127 for i in range(256)]),
     "levels100:block=24": Levels([(i - 50) ** 3 for i in range(10, 90)], block=24),
 }
+OF_EACH_FAMILY = (
+    *["bf16", "fp8_e4m3", "sign", "int8", "int4:block=row", "int4:stochastic=true", "int5:block=32,zero_point=true"],
+    "nf4",
+)
+"""One codec for each kind of code and scale: what runs in all surroundings (conftest.py)."""
 PLAIN = {name: codec for name, codec in CODECS.items() if codec.block is None}
 BLOCKED = {name: codec for name, codec in CODECS.items() if codec.block is not None}
 STOCHASTIC = {name: codec for name, codec in CODECS.items() if codec.stochastic}

@@ -1,4 +1,4 @@
-"""One suite for every codec: each promise of codecs/base.py is an assertion here."""
+"""One suite for every codec: each promise of codecs/base.py is an assertion here, whatever surrounds the call."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 import narrowcast as nc
 from cases import BLOCKED, CODECS, DTYPES, FLT_MAX, WITHOUT_ZERO, affine, group_size, mixed, same_bits, sections
 from narrowcast import Codec
+
+pytestmark = pytest.mark.ambient
 
 SHAPES = [(), (0,), (1,), (2,), (7,), (64,), (65,), (3, 0), (0, 3), (5, 13), (2, 3, 4, 5), (1, 1, 1), (3, 129)]
 SEED = 11

@@ -13,20 +13,20 @@ SURROUNDED = ("test_async", "test_collectives", "test_exact", "test_functional",
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.module.__name__ in SURROUNDED:
-        metafunc.fixturenames.append("surroundings")
-        metafunc.parametrize("surroundings", ["plain", "surrounded"], indirect=True)
+        metafunc.fixturenames.append("around_calls")
+        metafunc.parametrize("around_calls", ["plain", "surrounded"], indirect=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     surrounded: dict[object, list[pytest.Item]] = {}
     for item in items:
-        if getattr(item, "callspec", None) and item.callspec.params.get("surroundings") == "surrounded":
+        if getattr(item, "callspec", None) and item.callspec.params.get("around_calls") == "surrounded":
             surrounded.setdefault((item.path, item.originalname), []).append(item)
     extra = {id(item) for found in surrounded.values() for item in (found[:1] + found[2:] if found[1:] else [])}
     items[:] = [item for item in items if id(item) not in extra]
 
 
 @pytest.fixture
-def surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def around_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(ranks, "AMBIENT", request.param == "surrounded")
     return str(request.param)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ambient import surround_calls
+from ambient import surround_in_turn
 from ports import free_port
 
 _context = multiprocessing.get_context("forkserver")
@@ -180,9 +180,9 @@ def surround_collectives() -> None:
     from narrowcast import distributed as ncd
 
     messages = ["send", "recv", "isend", "irecv"]
-    surround_calls(ncd, [name for name in ncd.__all__ if name.startswith(("all_", "reduce_", "broad"))] + messages)
+    surround_in_turn(ncd, [name for name in ncd.__all__ if name.startswith(("all_", "reduce_", "broad"))] + messages)
     names = ["all_gather", "all_reduce", "all_to_all_single", "reduce_scatter"]
-    surround_calls(ncd.functional, names, leave_out=["inference mode", "no grad"])  # where nothing has a gradient
+    surround_in_turn(ncd.functional, names, leave_out=["inference mode", "no grad"])  # where nothing has a gradient
 
 
 def _picklable(error: BaseException) -> BaseException:

@@ -94,8 +94,10 @@ def _backward(
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     total = torch.zeros(len(flat), numel, dtype=wide, device=grad.device)
     flat = flat.to(_tile_dtype(grad))
+    product = torch.empty(len(flat), numel, dtype=flat.dtype, device=grad.device)
     for first, weight in _tiles(data, numel, flat.dtype, Recipe(Format(*format), peak, table)):
-        total += flat[:, first : first + len(weight)] @ weight
+        torch.mm(flat[:, first : first + len(weight)], weight, out=product)  # autocast leaves alone what has an `out`
+        total += product
     return total.to(grad.dtype).view(*grad.shape[:-1], numel)
 
 

@@ -106,7 +106,8 @@ def linear(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tens
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     weight = decode_float32(data, x.shape[1], recipe).to(wide)
-    out = x.to(wide) @ weight.t()
+    out = torch.empty(len(x), len(weight), dtype=wide, device=x.device)
+    torch.mm(x.to(wide), weight.t(), out=out)  # autocast leaves alone what is written into `out`
     return (out if bias is None else out + bias.to(wide)).to(x.dtype)
 
 
