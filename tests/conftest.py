@@ -1,9 +1,9 @@
 """Fixtures for every suite: `device` gives a test each device that the machine has, `codec` each codec, `ambient` each
 state of torch that may surround a call. What takes longest comes first.
 
-A suite with `pytestmark = pytest.mark.ambient` runs in each of these states besides: with a few codecs, one of every
-family, since all of them in all states would take half an hour. A test of such a suite that a state cannot apply to says
-so: `@pytest.mark.not_in("inference mode", reason="...")`, or without a name for none of them.
+A suite with `pytestmark = pytest.mark.ambient` runs in each of these states besides: with one codec of every family,
+since all of them in all states would take half an hour. A test there that a state cannot apply to says so:
+`@pytest.mark.not_in("inference mode", reason="...")`; without a name it is in none of them.
 """
 
 from __future__ import annotations

@@ -10,6 +10,13 @@ import narrowcast as nc
 from cases import same_bits
 from narrowcast.errors import DtypeError
 
+pytestmark = pytest.mark.ambient
+AUTOCAST = pytest.mark.not_in(
+    "autocast", "autocast cuda", reason="it changes dtypes, as it does for torch's own layers"
+)
+THREADS = pytest.mark.not_in("three threads", reason="torch's convolution sums in another order then")
+NO_GRADIENTS = pytest.mark.not_in("inference mode", "no grad", reason="there are no gradients there")
+
 KINDS = {1: (nn.Conv1d, nc.nn.Conv1d), 2: (nn.Conv2d, nc.nn.Conv2d), 3: (nn.Conv3d, nc.nn.Conv3d)}
 OPTIONS: list[dict[str, object]] = [
     {},
@@ -32,6 +39,8 @@ def pair(dims: int, spec: str, **options: object) -> tuple[nn.Module, nn.Module,
     return module, module.dequantize(), torch.randn(2, 4, *(7, 6, 5)[:dims])
 
 
+@AUTOCAST
+@THREADS
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dims", KINDS)
 def test_every_option_means_what_torch_says(dims: int, options: dict[str, object]) -> None:
@@ -51,6 +60,8 @@ def test_a_row_is_everything_behind_the_first_dimension(spec: str) -> None:
     assert same_bits(module.decoded(), codec.decode(module.weight.detach(), 36).view(6, 4, 3, 3))
 
 
+@AUTOCAST
+@THREADS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_result_has_the_dtype_of_x_whatever_that_of_the_bias(dtype: torch.dtype) -> None:
     module, reference, x = pair(2, "int8")
@@ -58,6 +69,9 @@ def test_the_result_has_the_dtype_of_x_whatever_that_of_the_bias(dtype: torch.dt
         assert same_bits(module(x.to(dtype)), reference.to(dtype)(x.to(dtype)))
 
 
+@AUTOCAST
+@THREADS
+@NO_GRADIENTS
 def test_gradients_of_x_and_bias_are_torchs() -> None:
     module, reference, x = pair(2, "int8")
     reference.bias = nn.Parameter(module.bias.detach().clone())
@@ -70,6 +84,7 @@ def test_gradients_of_x_and_bias_are_torchs() -> None:
     assert same_bits(grads[1], grads[3])
 
 
+@pytest.mark.not_in(reason="a compiler sees what surrounds it: tests/test_compile.py")
 def test_it_compiles_into_one_graph() -> None:
     module, _, x = pair(2, "int4", padding=1, padding_mode="reflect")
     assert same_bits(torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x))

@@ -17,6 +17,12 @@ import narrowcast as nc
 from cases import same_bits
 from narrowcast.errors import QuantizeError, SpecError, StateDictError
 
+pytestmark = pytest.mark.ambient
+AUTOCAST = pytest.mark.not_in(
+    "autocast", "autocast cuda", reason="it changes dtypes, as it does for torch's own layers"
+)
+INFERENCE = pytest.mark.not_in("inference mode", reason="what is made there can be neither trained nor changed outside")
+
 
 class Tied(nn.Module):
     """A language model's two ends: an embedding whose weight is the head's, and a layer between."""
@@ -53,6 +59,7 @@ def assert_left_as_it_was(model: nn.Module, before: dict[str, Tensor], kinds: li
 # -- what changes, and what does not ----------------------------------------------------------------------------------
 
 
+@INFERENCE
 def test_weights_become_rows_and_everything_else_stays() -> None:
     model = nn.Sequential(nn.Embedding(9, 16), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
     model[3].bias.requires_grad_(False)
@@ -75,6 +82,7 @@ def test_weights_become_rows_and_everything_else_stays() -> None:
     assert seen == ["hook"]
 
 
+@INFERENCE
 def test_dequantize_gives_back_the_classes_with_the_rounded_weights() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Conv2d(1, 2, 3), nn.Embedding(5, 4))
     model[0].weight.requires_grad_(False)
@@ -122,6 +130,8 @@ def test_quantizing_twice_leaves_what_is_encoded() -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+@INFERENCE
+@AUTOCAST
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_model_computes_in_the_dtype_it_had(dtype: torch.dtype) -> None:
     model = Tied().to(dtype)
@@ -131,6 +141,7 @@ def test_a_model_computes_in_the_dtype_it_had(dtype: torch.dtype) -> None:
     assert nc.dequantize_(model)(torch.tensor([[1, 2, 3]])).dtype == dtype
 
 
+@AUTOCAST
 @pytest.mark.parametrize(
     "spec", ["int8:block=row", "int8", "int4:block=64", "int3", "int2", "fp8_e4m3", "nf4", "apot4"]
 )
@@ -145,6 +156,7 @@ def test_any_codec_runs_a_whole_model_as_its_decoded_weights_do(spec: str) -> No
     assert float((mine - other).abs().max()) <= 100 * 2.0**-24 * float(other.abs().max())
 
 
+@pytest.mark.not_in(reason="a compiler sees what surrounds it: tests/test_compile.py")
 def test_a_quantized_model_compiles_into_one_graph() -> None:
     model = Tied().eval()
     nc.quantize_(model, "int4", rules={"mlp": "nf4"})
@@ -315,6 +327,7 @@ def test_each_float_weight_is_let_go_before_the_next_is_encoded(monkeypatch: pyt
     assert len(alive) == 0
 
 
+@pytest.mark.not_in(reason="a process of its own")
 def test_the_most_memory_in_use_is_the_float_model_and_less_than_one_layer() -> None:
     # Eight layers of 16 MB. Were floats kept until the end, the peak would be 34 MB of rows above the model.
     code = """

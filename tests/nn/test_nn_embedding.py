@@ -13,6 +13,9 @@ from cases import same_bits
 from narrowcast import Codec
 from narrowcast.errors import DtypeError
 
+pytestmark = pytest.mark.ambient
+INFERENCE = pytest.mark.not_in("inference mode", reason="what is made there can be neither trained nor changed outside")
+
 
 def made(codec: str | Codec = "int8", **options: object) -> nc.nn.Embedding:
     torch.manual_seed(0)
@@ -34,6 +37,7 @@ def test_the_result_has_the_dtype_of_the_module(dtype: torch.dtype) -> None:
     assert same_bits(found, embedding.decoded()[[3, 3, 0]])
 
 
+@INFERENCE
 def test_rows_that_are_not_looked_up_are_not_decoded() -> None:
     embedding = made("int8:block=row")
     with torch.no_grad():
@@ -60,6 +64,7 @@ def test_max_norm_is_skipped_with_the_reason() -> None:
     assert type(model[0]) is nn.Embedding
 
 
+@pytest.mark.not_in(reason="a compiler sees what surrounds it: tests/test_compile.py")
 def test_it_compiles_into_one_graph() -> None:
     embedding, indices = made("nf4"), torch.tensor([[1, 2], [10, 1]])
     compiled = torch.compile(embedding, fullgraph=True, backend="aot_eager")

@@ -20,6 +20,12 @@ from cases import CODECS, same_bits
 from narrowcast import Codec
 from narrowcast.errors import DtypeError, QuantizeError, ShapeError, SpecError, StateDictError
 
+pytestmark = pytest.mark.ambient
+AUTOCAST = pytest.mark.not_in(
+    "autocast", "autocast cuda", reason="it changes dtypes, as it does for torch's own layers"
+)
+NO_GRADIENTS = pytest.mark.not_in("inference mode", "no grad", reason="there are no gradients there")
+
 SOME = ["raw", "bf16", "fp8_e4m3", "sign", "int2", "int3", "int4:block=64", "int8:block=row", "nf4", "apot4"]
 
 
@@ -37,6 +43,7 @@ def made(codec: str | Codec = "int8", into: int = 70, out: int = 33, **options: 
 # -- the product ----------------------------------------------------------------------------------------------------
 
 
+@AUTOCAST
 @pytest.mark.parametrize("batch", [1, 5])
 def test_every_codec_multiplies_with_the_decoded_weight(codec: Codec, batch: int, device: str) -> None:
     linear = made(codec, 200, 33).to(device)
@@ -44,6 +51,7 @@ def test_every_codec_multiplies_with_the_decoded_weight(codec: Codec, batch: int
     assert_close_to_product(linear(x), x, linear.decoded(), linear.bias)
 
 
+@AUTOCAST
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("spec", SOME)
 def test_the_result_has_the_dtype_of_x_whatever_the_dtype_of_the_bias(
@@ -57,6 +65,7 @@ def test_the_result_has_the_dtype_of_x_whatever_the_dtype_of_the_bias(
     assert_close_to_product(linear(x), x, linear.decoded(torch.float32), linear.bias)
 
 
+@AUTOCAST
 @pytest.mark.parametrize("shape", [(70,), (1, 70), (2, 3, 70), (0, 70), (2, 0, 70)])
 def test_any_number_of_dimensions_before_the_last(shape: tuple[int, ...], device: str) -> None:
     linear = made("int4").to(device)
@@ -66,6 +75,7 @@ def test_any_number_of_dimensions_before_the_last(shape: tuple[int, ...], device
     assert_close_to_product(y, x, linear.decoded(), linear.bias)
 
 
+@AUTOCAST
 @pytest.mark.parametrize(("into", "out"), [(1, 4), (4, 1), (1, 1), (7, 130), (257, 3)])
 def test_small_and_odd_sizes(into: int, out: int, device: str) -> None:
     linear = made("int8", into, out).to(device)
@@ -73,6 +83,7 @@ def test_small_and_odd_sizes(into: int, out: int, device: str) -> None:
     assert_close_to_product(linear(x), x, linear.decoded(), linear.bias)
 
 
+@AUTOCAST
 def test_without_a_bias_there_is_none() -> None:
     linear = made("int8", bias=False)
     assert linear.bias is None
@@ -81,6 +92,7 @@ def test_without_a_bias_there_is_none() -> None:
     assert_close_to_product(linear(x), x, linear.decoded())
 
 
+@AUTOCAST
 def test_x_may_be_a_view_with_strides() -> None:
     linear = made("int8")
     x = torch.randn(70, 4).t()
@@ -99,6 +111,8 @@ def test_autocast_casts_x_as_it_does_for_torch_linear() -> None:
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
+@NO_GRADIENTS
+@AUTOCAST
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", SOME)
 def test_gradients_of_x_and_bias_are_those_of_the_decoded_weight(spec: str, dtype: torch.dtype, device: str) -> None:
@@ -116,6 +130,7 @@ def test_gradients_of_x_and_bias_are_those_of_the_decoded_weight(spec: str, dtyp
     assert linear.weight.grad is None
 
 
+@NO_GRADIENTS
 def test_a_frozen_bias_gets_no_gradient() -> None:
     linear = made("int8")
     assert linear.bias is not None
@@ -129,6 +144,7 @@ def test_a_frozen_bias_gets_no_gradient() -> None:
 # -- compilation ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.not_in(reason="a compiler sees what surrounds it: tests/test_compile.py")
 @pytest.mark.parametrize("spec", SOME)
 def test_it_compiles_into_one_graph(spec: str, device: str) -> None:
     linear = made(spec).to(device)
@@ -138,6 +154,7 @@ def test_it_compiles_into_one_graph(spec: str, device: str) -> None:
         assert same_bits(compiled(x), linear(x))
 
 
+@pytest.mark.not_in(reason="a compiler sees what surrounds it: tests/test_compile.py")
 def test_it_compiles_with_its_gradients_and_under_autocast() -> None:
     linear = made("int4")
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
@@ -151,6 +168,7 @@ def test_it_compiles_with_its_gradients_and_under_autocast() -> None:
         assert same_bits(compiled(x), linear(x))
 
 
+@pytest.mark.not_in(reason="a compiler sees what surrounds it: tests/test_compile.py")
 def test_it_exports() -> None:
     linear, x = made("int4"), torch.randn(3, 70)
     exported = torch.export.export(linear, (x,))
@@ -229,6 +247,7 @@ def test_copies_and_pickles_compute_the_same() -> None:
         assert other.weight is not linear.weight
 
 
+@pytest.mark.not_in(reason="a process of its own")
 def test_ddp_wraps_it_and_trains_what_is_left_to_train() -> None:
     # In a process of its own, which does not clean up: torch was seen to wait for its own thread when it lets go of a
     # group that DDP was the last to hold.
