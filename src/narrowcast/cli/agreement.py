@@ -16,7 +16,8 @@ from torch import Tensor
 from narrowcast.codecs import Codec, list_codecs
 from narrowcast.codecs import codec as as_codec
 from narrowcast.kernels import native, reference
-from narrowcast.kernels.ops import Kernel, kernel_for
+from narrowcast.kernels.contract import Kernel
+from narrowcast.kernels.ops import kernel_for
 
 NUMEL = 531
 SEED = 7

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from narrowcast.kernels.ops import Kernel
+    from narrowcast.kernels.contract import Kernel
 
 
 def load() -> tuple[Kernel | None, str]:

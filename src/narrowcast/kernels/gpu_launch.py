@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.kernels import gpu_fake, gpu_kernels, gpu_linear, gpu_plan
+from narrowcast.kernels.contract import Kernel
 from narrowcast.kernels.gpu_arguments import encoding, ends, formatted, on, options, places, scale_size, seen, summing
 from narrowcast.kernels.gpu_plan import Cut, Tile, cut, launches, tile_for
 from narrowcast.kernels.layout import Element, Grid, Recipe, layout
@@ -21,28 +22,25 @@ from narrowcast.kernels.layout import Element, Grid, Recipe, layout
 OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
-class Triton:
+class Triton(Kernel):
     """The operations of `ops.Kernel` on CUDA tensors (on CPU tensors in Triton's interpreter)."""
 
     name = "triton"
 
-    def fresh(self, out: Tensor) -> None:
-        pass
-
-    def encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
+    def _encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
         if rows.numel() == 0:
             return
         rows = rows if rows.shape[1] == 1 or rows.stride(1) == 1 else rows.contiguous()
         with _aligned(out) as target, on(rows.device):
             _encode(target, rows, recipe, seed)
 
-    def decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
+    def _decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
         if out.numel() == 0:
             return
         with _contiguous(out) as target, on(data.device):
             _decode(target, data, recipe, 1, None, -1, 1)
 
-    def decode_sum(
+    def _decode_sum(
         self, out: Tensor, data: Tensor, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
     ) -> None:
         if out.numel() == 0:
@@ -51,7 +49,7 @@ class Triton:
         with _contiguous(out) as target, on(data.device):
             _decode(target.view(1, -1), data, recipe, len(data), own, rank, divisor)
 
-    def reduce(
+    def _reduce(
         self,
         out: Tensor,
         data: Tensor,
@@ -74,16 +72,16 @@ class Triton:
         with _aligned(out) as target, on(data.device):
             _reduce(target, data, numel, recipe, own, rank, divisor, seed, tile)
 
-    def linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
+    def _linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
         return gpu_linear.linear(out, x, data, recipe, bias)
 
-    def fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
+    def _fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
         gpu_fake.fake_quantize(out, x, scale, grid)
 
-    def fake_gradients(self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
+    def _fake_gradients(self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
         gpu_fake.fake_gradients(dx, dscale, grad, x, scale, grid)
 
-    def integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+    def _integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
         gpu_fake.integer_linear(out, x, weight)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from narrowcast import kernels
+from narrowcast.kernels.contract import Kernel
 from narrowcast.kernels.layout import Format, Grid, Recipe, layout, scaling
 
 ABI = 4
@@ -87,7 +88,7 @@ def spec(format: Format, peak: float, numel: int, table: int) -> object:
     return ctypes.pointer(made)
 
 
-class Native:
+class Native(Kernel):
     """The five operations on CPU tensors.
 
     `linear` takes up to MAX_BATCH vectors, by their dtype, and none of fp64. The bits of a result depend on its row and
@@ -99,50 +100,52 @@ class Native:
         self._isa = isa
         address, i32, i64 = c_void_p, c_int32, c_int64
         summands = (address, address, i64, i64, address, i32, i64, i64)
-        self._fresh = library.nc_fresh
-        self._fresh.argtypes, self._fresh.restype = (address, i64), None
-        self._encode = _function(library, "nc_encode", address, address, i32, i64, i64, address, i64, i64, i32, i32)
-        self._decode = _function(library, "nc_decode", address, address, i64, i64, address, i32, i64, i32, i32)
-        self._sum = _function(library, "nc_sum", *summands, address, i32, i32, i32)
-        self._reduce = _function(library, "nc_reduce", *summands, address, i64, i32, i32)
+        self._nc_fresh = library.nc_fresh
+        self._nc_fresh.argtypes, self._nc_fresh.restype = (address, i64), None
+        self._nc_encode = _function(library, "nc_encode", address, address, i32, i64, i64, address, i64, i64, i32, i32)
+        self._nc_decode = _function(library, "nc_decode", address, address, i64, i64, address, i32, i64, i32, i32)
+        self._nc_sum = _function(library, "nc_sum", *summands, address, i32, i32, i32)
+        self._nc_reduce = _function(library, "nc_reduce", *summands, address, i64, i32, i32)
         factors = (address, address, i64, i64, address, i32, i64, i64)
-        self._linear = _function(library, "nc_linear", *factors, address, i32, address, i64, i32, i32)
+        self._nc_linear = _function(library, "nc_linear", *factors, address, i32, address, i64, i32, i32)
         slices = (address, address, address, i32, i64, i64, i64)
-        self._fake = _function(library, "nc_fake", *slices, *(address,) * 4, i32, i32, i32, i32)
+        self._nc_fake = _function(library, "nc_fake", *slices, *(address,) * 4, i32, i32, i32, i32)
         matrices = (address, i64, i64, i64, address, i64, i64)
-        self._integer = _function(library, "nc_integer_linear", *matrices, address, i64, i32, i32)
+        self._nc_integer = _function(library, "nc_integer_linear", *matrices, address, i64, i32, i32)
 
     def fresh(self, out: Tensor) -> None:
         if out.nbytes >= LARGE:
-            self._fresh(out.data_ptr(), out.nbytes)
+            self._nc_fresh(out.data_ptr(), out.nbytes)
 
-    def encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
-        rows = _contiguous(rows)
+    def _encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
         count, numel = rows.shape
         elements = count * numel
         if elements:
+            rows, stride = _contiguous(rows)
             what = _spec(recipe, numel)
-            source = rows.data_ptr(), DTYPES[rows.dtype], rows.stride(0), count
-            _check(self._encode(what, *source, out.data_ptr(), out.stride(0), seed, _threads(elements), self._isa))
+            source = rows.data_ptr(), DTYPES[rows.dtype], stride, count
+            target = out.data_ptr(), out.stride()[0]
+            _check(self._nc_encode(what, *source, *target, seed, _threads(elements), self._isa))
 
-    def decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
-        data = _contiguous(data)
-        if out.numel():
-            what = _spec(recipe, out.shape[1])
-            target = out.data_ptr(), DTYPES[out.dtype], out.stride(0)
-            threads = _threads(out.numel())
-            _check(self._decode(what, data.data_ptr(), data.stride(0), len(data), *target, threads, self._isa))
+    def _decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
+        count, numel = out.shape
+        elements = count * numel
+        if elements:
+            data, stride = _contiguous(data)
+            what = _spec(recipe, numel)
+            target = out.data_ptr(), DTYPES[out.dtype], out.stride()[0]
+            _check(self._nc_decode(what, data.data_ptr(), stride, count, *target, _threads(elements), self._isa))
 
-    def decode_sum(
+    def _decode_sum(
         self, out: Tensor, data: Tensor, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
     ) -> None:
-        data = _contiguous(data)
-        if out.numel():
-            summands = _summands(data, len(out), recipe, own, own_rank, divisor)
-            threads = _threads(len(out) * len(data))
-            _check(self._sum(*summands, out.data_ptr(), DTYPES[out.dtype], threads, self._isa))
+        numel, ranks = out.numel(), data.shape[0]
+        if numel:
+            summands = _summands(data, numel, recipe, own, own_rank, divisor)
+            threads = _threads(numel * ranks)
+            _check(self._nc_sum(*summands, out.data_ptr(), DTYPES[out.dtype], threads, self._isa))
 
-    def reduce(
+    def _reduce(
         self,
         out: Tensor,
         data: Tensor,
@@ -153,47 +156,46 @@ class Native:
         divisor: int,
         seed: int,
     ) -> None:
-        data = _contiguous(data)
         if numel:
             summands = _summands(data, numel, recipe, own, own_rank, divisor)
-            threads = _threads(numel * len(data))
-            _check(self._reduce(*summands, out.data_ptr(), seed, threads, self._isa))
+            threads = _threads(numel * data.shape[0])
+            _check(self._nc_reduce(*summands, out.data_ptr(), seed, threads, self._isa))
 
-    def linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
+    def _linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
         batch, numel = x.shape
         if batch > MAX_BATCH.get(x.dtype, 0) or numel == 0:
             return False
-        x, data = _contiguous(x), _contiguous(data)
+        (x, x_stride), (data, stride) = _contiguous(x), _contiguous(data)
         address, dtype = None, 0
         if bias is not None:
             bias = bias.contiguous()
             address, dtype = bias.data_ptr(), DTYPES[bias.dtype]
-        rows = _spec(recipe, numel), data.data_ptr(), data.stride(0), data.shape[0]
-        vectors = x.data_ptr(), DTYPES[x.dtype], x.stride(0), batch
+        rows = _spec(recipe, numel), data.data_ptr(), stride, data.shape[0]
+        vectors = x.data_ptr(), DTYPES[x.dtype], x_stride, batch
         threads = _team(data.numel() * batch, LINEAR_GRAIN)
-        _check(self._linear(*rows, *vectors, address, dtype, out.data_ptr(), out.stride(0), threads, self._isa))
+        _check(self._nc_linear(*rows, *vectors, address, dtype, out.data_ptr(), out.stride()[0], threads, self._isa))
         return True
 
-    def fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
-        self._fake_quantize(out, None, None, x, scale, grid)
+    def _fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
+        self._launch_fake(out, None, None, x, scale, grid)
 
-    def fake_gradients(self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
-        self._fake_quantize(dx, dscale, grad, x, scale, grid)
+    def _fake_gradients(self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
+        self._launch_fake(dx, dscale, grad, x, scale, grid)
 
-    def _fake_quantize(
+    def _launch_fake(
         self, out: Tensor, of_scale: Tensor | None, grad: Tensor | None, x: Tensor, scale: Tensor, grid: Grid
     ) -> None:
         slices = x.data_ptr(), grad.data_ptr() if grad is not None else None, out.data_ptr(), DTYPES[x.dtype], *x.shape
         scales = scale.data_ptr(), of_scale.data_ptr() if of_scale is not None else None
         levels = grid.levels.data_ptr(), grid.thresholds.data_ptr(), len(grid.levels), grid.uniform
-        _check(self._fake(*slices, *scales, *levels, _team(x.numel(), GRAIN), self._isa))
+        _check(self._nc_fake(*slices, *scales, *levels, _team(x.numel(), GRAIN), self._isa))
 
-    def integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
-        x, weight = _contiguous(x), _contiguous(weight)
-        left = x.data_ptr(), x.stride(0), *x.shape
-        right = weight.data_ptr(), weight.stride(0), len(weight)
-        threads = _team(weight.numel() * len(x), LINEAR_GRAIN)
-        _check(self._integer(*left, *right, out.data_ptr(), out.stride(0), threads, self._isa))
+    def _integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+        (x, x_stride), (weight, stride) = _contiguous(x), _contiguous(weight)
+        left = x.data_ptr(), x_stride, *x.shape
+        right = weight.data_ptr(), stride, weight.shape[0]
+        threads = _team(weight.numel() * x.shape[0], LINEAR_GRAIN)
+        _check(self._nc_integer(*left, *right, out.data_ptr(), out.stride()[0], threads, self._isa))
 
 
 def load(isa: str = "") -> tuple[Native | None, str]:
@@ -250,11 +252,17 @@ def _summands(
     data: Tensor, numel: int, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
 ) -> tuple[object, ...]:
     address, dtype = (None, 0) if own is None else (own.data_ptr(), DTYPES[own.dtype])
-    return _spec(recipe, numel), data.data_ptr(), data.stride(0), len(data), address, dtype, own_rank, divisor
+    data, stride = _contiguous(data)
+    return _spec(recipe, numel), data.data_ptr(), stride, data.shape[0], address, dtype, own_rank, divisor
 
 
-def _contiguous(data: Tensor) -> Tensor:
-    return data if data.stride(-1) == 1 else data.contiguous()
+def _contiguous(matrix: Tensor) -> tuple[Tensor, int]:
+    """A matrix whose rows lie in one piece each, and the elements from one to the next."""
+    first, second = matrix.stride()
+    if second == 1:
+        return matrix, first
+    matrix = matrix.contiguous()
+    return matrix, matrix.shape[1]
 
 
 def _team(work: int, grain: int) -> int:

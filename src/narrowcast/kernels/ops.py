@@ -3,7 +3,7 @@
 `torch.ops.narrowcast.encode`, `decode`, `decode_sum` and `reduce` return new tensors; the ones with a trailing
 underscore write into `out`. A `Recipe` travels as plain numbers and one tensor, so that torch.compile, torch.export
 and the profiler see ordinary operators. The functions of the same names below are what codecs call: they take the short
-way round the dispatcher where nobody is watching. Arguments are trusted here: codecs check them.
+way round the dispatcher where nobody is watching. Arguments are checked by the kernel (contract.py).
 
 On the CPU the native core runs, on CUDA Triton. Where one is missing the reference runs instead, and the first
 call says so in a `KernelWarning`. `NARROWCAST_KERNEL` in the environment ("reference", "native/avx2", ...) asks
@@ -16,104 +16,15 @@ import os
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from narrowcast.errors import KernelWarning
-from narrowcast.kernels import reference
+from narrowcast.kernels.contract import Kernel as Kernel
+from narrowcast.kernels.contract import Reference as Reference
 from narrowcast.kernels.declare import Operator, declare
-from narrowcast.kernels.layout import Format, Grid, Recipe, layout
-
-
-class Kernel(Protocol):
-    """What a machine provides: the operations, writing into `out`. `numel` is out's own where not given."""
-
-    name: str
-
-    def fresh(self, out: Tensor) -> None:
-        """A hint: `out` is new memory, about to be written whole."""
-
-    def encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None: ...
-
-    def decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None: ...
-
-    def decode_sum(
-        self, out: Tensor, data: Tensor, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
-    ) -> None: ...
-
-    def reduce(
-        self,
-        out: Tensor,
-        data: Tensor,
-        numel: int,
-        recipe: Recipe,
-        own: Tensor | None,
-        own_rank: int,
-        divisor: int,
-        seed: int,
-    ) -> None: ...
-
-    def linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
-        """x [batch, numel] times the rows of `data`, plus `bias`, into `out` [batch, rows]; False: not this one."""
-        ...
-
-    # x, out and gradients are contiguous [outer, channels, inner]; scales are fp32 [channels]; nothing is empty.
-    def fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None: ...
-
-    def fake_gradients(
-        self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid
-    ) -> None: ...
-
-    def integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None: ...
-
-
-class Reference:
-    """The reference behind the interface of the compiled kernels."""
-
-    name = "reference"
-
-    def fresh(self, out: Tensor) -> None:
-        pass
-
-    def encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
-        out.copy_(reference.encode(rows, recipe, seed))
-
-    def decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
-        out.copy_(reference.decode(data, out.shape[1], recipe, out.dtype))
-
-    def decode_sum(
-        self, out: Tensor, data: Tensor, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
-    ) -> None:
-        out.copy_(reference.decode_sum(data, len(out), recipe, own, own_rank, divisor, out.dtype))
-
-    def reduce(
-        self,
-        out: Tensor,
-        data: Tensor,
-        numel: int,
-        recipe: Recipe,
-        own: Tensor | None,
-        own_rank: int,
-        divisor: int,
-        seed: int,
-    ) -> None:
-        out.copy_(reference.reduce(data, numel, recipe, own, own_rank, divisor, seed))
-
-    def linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
-        out.copy_(reference.linear(x, data, recipe, bias))
-        return True
-
-    def fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
-        out.copy_(reference.fake_quantize(x, scale, grid))
-
-    def fake_gradients(self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
-        for out, found in zip((dx, dscale), reference.fake_quantize_backward(grad, x, scale, grid), strict=True):
-            out.copy_(found)
-
-    def integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
-        out.copy_(reference.integer_linear(x, weight))
+from narrowcast.kernels.layout import Format, Recipe, layout
 
 
 @cache
