@@ -68,6 +68,10 @@ class MissingFileError(CheckpointError, FileNotFoundError):
     """A checkpoint, or a file that its index names, is not there."""
 
 
+class ReplacedError(CheckpointError):
+    """A checkpoint was replaced while it was being read."""
+
+
 class ModelMismatchError(CheckpointError):
     """A checkpoint and a model do not have the same tensors. The model is as it was."""
 

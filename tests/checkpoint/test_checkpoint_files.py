@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -178,10 +179,17 @@ def test_metadata_comes_back(tmp_path: Path) -> None:
     assert read(tmp_path / "x.safetensors").user == said
 
 
-def test_the_index_is_hugging_faces(tmp_path: Path) -> None:
+def digest(path: Path) -> str:
+    """SHA-256 of the header, its length included."""
+    content = path.read_bytes()
+    return hashlib.sha256(content[: 8 + int.from_bytes(content[:8], "little")]).hexdigest()
+
+
+def test_the_index_is_hugging_faces_and_says_which_files_it_was_written_with(tmp_path: Path) -> None:
     save_state({"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(1)}, tmp_path, max_shard_size=20)
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert json.loads((tmp_path / "model.safetensors.index.json").read_text()) == {
-        "metadata": {"total_size": 36},
+        "metadata": {"total_size": 36, "narrowcast": {"headers": {name: digest(tmp_path / name) for name in names}}},
         "weight_map": {
             "a": "model-00001-of-00002.safetensors",
             "b": "model-00002-of-00002.safetensors",
@@ -317,22 +325,23 @@ def _index(folder: Path) -> Path:
     return folder / "model.safetensors.index.json"
 
 
-def test_while_new_files_appear_the_old_index_is_gone_and_the_folder_is_refused(
+def test_while_new_files_appear_the_old_checkpoint_loads_until_the_index_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_state({"a": torch.zeros(4), "b": torch.zeros(4)}, tmp_path, max_shard_size=16)
+    old: dict[str, torch.Tensor | EncodedRows] = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    new: dict[str, torch.Tensor | EncodedRows] = {"a": torch.ones(4), "b": torch.ones(4)}
+    save_state(old, tmp_path, max_shard_size=16)
     seen = []
     replace = os.replace
 
     def watched(source: Path, target: Path) -> None:
         seen.append(target.name)
-        if seen == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]:
-            with pytest.raises(CheckpointError, match=r"2 safetensors files and 0 index files.*finish the save"):
-                load_state(tmp_path)
+        assert_same(load_state(tmp_path), old)
         replace(source, target)
+        assert_same(load_state(tmp_path), new if target == _index(tmp_path) else old)
 
     monkeypatch.setattr(os, "replace", watched)
-    save_state({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path, max_shard_size=16)
+    save_state(new, tmp_path, max_shard_size=16)
     assert seen[-1] == "model.safetensors.index.json"
     assert len(seen) == 3
 

@@ -24,6 +24,7 @@ from narrowcast.checkpoint import read
 from narrowcast.cli import app
 from ports import free_port
 
+INDEX = "model.safetensors.index.json"
 RULES = "[rules]\n'^layers\\.0\\.' = \"int8:block=row\"\nhead = false\n"
 
 
@@ -287,7 +288,10 @@ def test_a_target_that_is_not_empty_is_left_alone_unless_asked(source: Path, tmp
     assert "is not empty" in failed(2, source, target)
     first = content(target)
     report(source, target, "--codec", "int4", "--overwrite")
-    assert content(target).keys() == first.keys()
+    shards = {name for name in content(target) if name.endswith(".safetensors")}
+    assert shards == set(json.loads((target / INDEX).read_text())["weight_map"].values())  # the old ones are gone
+    assert len(shards) == len(read(source).files)
+    assert {*content(target)} - shards == {name for name in first if not name.endswith(".safetensors")}
     assert (target / "thesis.txt").read_text() == "mine"
     assert {encoding.codec.spec for encoding in read(target).encodings.values()} == {"int4"}
     assert "is a file" in failed(2, source, target / "thesis.txt")
@@ -358,8 +362,8 @@ def one_weight_a_file(folder: Path, count: int, rows: int = 16) -> Path:
     return folder
 
 
-def killed(source: Path, target: Path) -> None:
-    arguments = [sys.executable, "-c", HANGS, "quantize", str(source), str(target), "--codec", "int4"]
+def killed(source: Path, target: Path, *options: str) -> None:
+    arguments = [sys.executable, "-c", HANGS, "quantize", str(source), str(target), "--codec", "int4", *options]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "here\n"
@@ -385,6 +389,43 @@ def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path: Path) -> None:
     assert content(target) == content(tmp_path / "at once")
 
 
+@pytest.mark.parametrize("old", ["shards", "file"])
+def test_a_run_over_a_checkpoint_leaves_it_loadable_until_the_new_one_is_there(tmp_path: Path, old: str) -> None:
+    source, target = one_weight_a_file(tmp_path / "source", 6), tmp_path / "target"
+    before = {f"layers.{i}.weight": torch.full((16, 64), float(i)) for i in range(6)}
+    nc.save(before, target, max_shard_size=1 if old == "shards" else "5GB")
+    killed(source, target, "--overwrite")
+    found = nc.load(target)
+    assert all(torch.equal(found[name].data, before[name]) for name in before)
+    # The same command without --overwrite goes on; with it, or with other arguments, a run begins anew.
+    assert len(report(source, target, "--codec", "int4")["files_kept"]) == 3
+    report(source, tmp_path / "at once", "--codec", "int4")
+    first, second = nc.load(target), nc.load(tmp_path / "at once")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name].data, second[name].data) for name in first)
+    assert {path.name for path in target.iterdir()} == {
+        INDEX,
+        *json.loads((target / INDEX).read_text())["weight_map"].values(),
+    }
+
+
+def test_a_run_to_one_file_takes_the_place_of_shards_and_back(tmp_path: Path) -> None:
+    source, target = one_weight_a_file(tmp_path / "source", 6), tmp_path / "target"
+    report(source, target, "--codec", "int4")
+    for size in ("5GB", "1", "5GB"):
+        report(source, target, "--codec", "int4", "--max-shard-size", size, "--overwrite")
+        names = {"model.safetensors"} if size == "5GB" else {INDEX, *(file.path.name for file in read(target).files)}
+        assert {path.name for path in target.iterdir()} == names
+        assert len(nc.load(target)) == 6
+
+
+def test_files_of_a_source_that_was_saved_again_get_the_names_of_a_first_save(tmp_path: Path) -> None:
+    source = one_weight_a_file(one_weight_a_file(tmp_path / "source", 3), 3)
+    assert "model-00001-of-00003.safetensors" not in content(source)
+    found = report(source, tmp_path / "target", "--codec", "int4")
+    assert found["files"] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+
+
 def test_a_run_on_another_source_does_not_take_up_the_old_one(tmp_path: Path) -> None:
     source, target = one_weight_a_file(tmp_path / "source", 6), tmp_path / "target"
     killed(source, target)
@@ -408,8 +449,9 @@ def test_two_processes_under_torchrun_share_the_files(tmp_path: Path) -> None:
 
 
 def test_an_error_on_one_process_ends_all_of_them_in_the_same_words(tmp_path: Path) -> None:
-    source = one_weight_a_file(tmp_path / "source", 3)
-    nc.save({"layers.1.weight": torch.full((16, 64), math.nan)}, source / "model-00002-of-00003.safetensors")
+    source = tmp_path / "source"
+    weights = {f"layers.{i}.weight": torch.full((16, 64), math.nan if i == 1 else 1.0) for i in range(3)}
+    nc.save(weights, source, max_shard_size=1)
     common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     arguments = [sys.executable, "-c", MAIN, "quantize", str(source), str(tmp_path / "target")]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -1,7 +1,8 @@
 """Rows in safetensors files: state dicts saved and loaded, whole checkpoints converted in bounded memory."""
 
 from narrowcast.checkpoint.companions import declared_weights
-from narrowcast.checkpoint.reading import Checkpoint, File, load_state, read
+from narrowcast.checkpoint.mapping import File
+from narrowcast.checkpoint.reading import Checkpoint, load_state, read
 from narrowcast.checkpoint.saving import save_state
 from narrowcast.checkpoint.selection import module_name
 

@@ -22,9 +22,20 @@ from torch import Tensor
 
 from narrowcast.checkpoint.companions import companions, config_of, copy_companions
 from narrowcast.checkpoint.files import SUFFIX, Entry, Staging, sweep, write_tensors
+from narrowcast.checkpoint.folders import (
+    INDEX,
+    SHARD,
+    SINGLE,
+    new_save,
+    publish_index,
+    remove_others,
+    shard_names,
+    turn,
+)
 from narrowcast.checkpoint.header import Stored
-from narrowcast.checkpoint.reading import INDEX, SINGLE, Checkpoint, File, read
-from narrowcast.checkpoint.saving import check_ending, index, shard_names, shards, size_in_bytes
+from narrowcast.checkpoint.mapping import File
+from narrowcast.checkpoint.reading import Checkpoint, read
+from narrowcast.checkpoint.saving import by_group, check_ending, shards, size_in_bytes
 from narrowcast.checkpoint.selection import Choice, choose, module_name, refuse_transposed
 from narrowcast.codecs.rules import CodecLike, Rules, compile_rules
 from narrowcast.errors import CheckpointError, MissingFileError, QuantizeError, TargetError
@@ -96,39 +107,59 @@ class Conversion:
         if target.exists() and not target.is_dir():
             raise TargetError(f"DST={str(target)!r}: is a file. Name a folder, or a file that ends in .safetensors.")
         target.mkdir(parents=True, exist_ok=True)
-        if self._resumes():
+        if self._resumes() and not overwrite:
             sweep(target)
-            if not overwrite:
-                return
-        elif any(target.iterdir()) and not overwrite:
+            return
+        if any(target.iterdir()) and not overwrite:
             raise TargetError(
                 f"DST={str(target)!r}: is not empty, and what is there is no unfinished run with these arguments. Pass "
                 "--overwrite to replace the weights there, or name another folder."
             )
-        self._clear()
+        save = new_save() if self._clear() else ""
         with Staging(target) as staging:
             with staging.file(NOTE) as file:
-                file.write(json.dumps(self.note()).encode())
+                file.write(json.dumps({**self.note(), "save": save}).encode())
             staging.publish()
 
-    def _resumes(self) -> bool:
+    def _noted(self) -> dict[str, Any]:
+        """The note in the target, or nothing."""
         try:
             found: object = json.loads((self.target / NOTE).read_bytes())
         except (OSError, ValueError):
-            return False
-        return bool(found == json.loads(json.dumps(self.note())))
+            return {}
+        return found if isinstance(found, dict) else {}
 
-    def _clear(self) -> None:
-        """Remove the weights that are in the target, and what runs left behind."""
+    def _resumes(self) -> bool:
+        noted = self._noted()
+        noted.pop("save", None)
+        return bool(noted == json.loads(json.dumps(self.note())))
+
+    def _clear(self) -> bool:
+        """Remove what unfinished runs left. A checkpoint stays until the new one is there: whether it is in the way."""
+        try:
+            kept = {file.path.name for file in read(self.target).files}
+            kept |= set() if SINGLE in kept else {path.name for path in self.target.glob("*.safetensors.index.json")}
+        except CheckpointError:
+            kept = set()
         for path in self.target.iterdir():
-            if path.name == NOTE or path.name.endswith((".safetensors", ".safetensors.index.json", SUFFIX)):
+            of_weights = path.name.endswith((".safetensors", ".safetensors.index.json", SUFFIX))
+            if path.name == NOTE or (of_weights and path.name not in kept):
                 path.unlink()
+        return bool(kept & {INDEX, *(part.name for part in self.parts)})
 
     # -- file by file ---------------------------------------------------------------------------------------------
 
+    def name_of(self, part: Part) -> str:
+        """The name of a file in the target. Beside a checkpoint that is still there, it is one that no file has."""
+        if self._to_file or part.name == SINGLE:
+            return part.name
+        save = self._noted().get("save")
+        names = shard_names(len(self.parts), save) if isinstance(save, str) and save else None
+        return names[self.parts.index(part)] if names else part.name
+
     def is_done(self, part: Part) -> bool:
         """Whether a whole file is there that an earlier run has written."""
-        path = self.folder / part.name
+        path = self.folder / self.name_of(part)
         if self._to_file or not path.exists():
             return False
         try:
@@ -145,7 +176,7 @@ class Conversion:
     def convert(self, part: Part, advance: Callable[[int], None] = lambda count: None) -> None:
         """Write one file of the target."""
         with Staging(self.folder) as staging:
-            with staging.file(part.name) as file:
+            with staging.file(self.name_of(part)) as file:
                 write_tensors(file, part.entries, part.tied, {}, advance)
             staging.publish()
 
@@ -155,15 +186,18 @@ class Conversion:
         """Write the index and what goes along. Done by one process, when every file is there."""
         if self._to_file:
             return
-        for part in self.parts:
-            if not (self.target / part.name).exists():
-                raise MissingFileError(f"{self.target / part.name}: was not written. Run the same command again.")
+        names = [self.name_of(part) for part in self.parts]
+        for name in names:
+            if not (self.target / name).exists():
+                raise MissingFileError(f"{self.target / name}: was not written. Run the same command again.")
+        with turn(self.target):
+            if names == [SINGLE]:
+                remove_others(self.target, {SINGLE}, only_shards=False)
+            else:
+                files = {name: part.entries for name, part in zip(names, self.parts, strict=True)}
+                headers = {name: File(self.target / name).digest for name in names}
+                publish_index(self.target, files, headers, only_shards=False)
         copy_companions(self.source.path, self.target, companions(self.source.path)[0], self.quantization())
-        if [part.name for part in self.parts] != [SINGLE]:
-            with Staging(self.target) as staging:
-                with staging.file(INDEX) as file:
-                    file.write(index({part.name: part.entries for part in self.parts}))
-                staging.publish()
         (self.target / NOTE).unlink()
 
     def quantization(self) -> dict[str, Any]:
@@ -254,12 +288,11 @@ def _parts(conversion: Conversion) -> list[Part]:
         names = shard_names(len(groups))
     else:
         groups = [[entries[name] for name in file.contents.tensors] for file in source.files]
-        names = [file.path.name for file in source.files] if len(groups) > 1 else [SINGLE]
-    parts = []
-    for name, group in zip(names, groups, strict=True):
-        held = {entry.name for entry in group}
-        parts.append(Part(name, group, {alias: own for alias, own in source.tied.items() if own in held}))
-    return parts
+        names = [file.path.name for file in source.files]
+        # Names that a later save of the source gave go back to those of a first one.
+        names = shard_names(len(groups)) if len(groups) == 1 or all(map(SHARD.fullmatch, names)) else names
+    aliases = by_group(groups, source.tied)
+    return [Part(*part) for part in zip(names, groups, aliases, strict=True)]
 
 
 def _entry(conversion: Conversion, name: str, stored: Stored) -> Entry:

@@ -62,12 +62,14 @@ class Staging:
             file.flush()
             os.fsync(file.fileno())
 
-    def publish(self) -> None:
-        """Give every file its name, in the order in which they were made."""
+    def publish(self, names: Sequence[str] | None = None) -> None:
+        """Give every file its name, in the order in which they were made; or other `names`, known only now."""
+        if names is not None:
+            self._ready = {own: self._folder / name for own, name in zip(self._ready, names, strict=True)}
         for temporary, path in self._ready.items():
             with self._named(temporary):
                 os.replace(temporary, path)
-            sync(self._folder)
+        sync(self._folder)
 
     @contextmanager
     def _named(self, temporary: Path) -> Iterator[None]:
@@ -113,14 +115,16 @@ def write_tensors(
     user: dict[str, object],
     advance: Callable[[int], None] = lambda count: None,
     inputs: Mapping[str, tuple[Codec, bool]] | None = None,
-) -> Contents:
+) -> bytes:
     """Write a safetensors file tensor by tensor, holding one at a time; tell `advance` the bytes as they are written.
 
-    Checksums are known when all bytes are, so the header is written twice: its length does not depend on them.
+    Returns the header. Checksums are known when all bytes are, so it is written twice: its length does not depend on
+    them.
     """
     ordered = sorted(entries, key=_alignment)
     encodings = {entry.name: entry.encoding for entry in ordered if entry.encoding is not None}
-    contents = Contents({entry.name: entry.stored for entry in ordered}, encodings, {}, tied, user, dict(inputs or {}))
+    stored = {entry.name: entry.stored for entry in ordered}
+    contents = Contents(stored, encodings=encodings, tied=tied, user=user, inputs=dict(inputs or {}))
     start = header(contents)
     if len(start) > HEADER_LIMIT:
         raise CheckpointError(
@@ -131,8 +135,9 @@ def write_tensors(
     for entry in ordered:
         contents.checksums[entry.name] = _write(file, entry, advance)
     file.seek(0)
-    file.write(header(contents))
-    return contents
+    start = header(contents)
+    file.write(start)
+    return start
 
 
 def _alignment(entry: Entry) -> int:
@@ -150,14 +155,6 @@ def _write(file: BinaryIO, entry: Entry, advance: Callable[[int], None]) -> str:
         checksum = zlib.crc32(chunk, checksum)
         advance(len(chunk))
     return f"{checksum:08x}"
-
-
-def checksum(tensor: Tensor) -> str:
-    """CRC-32 of a tensor's bytes."""
-    found = 0
-    for chunk in chunks(tensor):
-        found = zlib.crc32(chunk, found)
-    return f"{found:08x}"
 
 
 def chunks(tensor: Tensor) -> Iterator[memoryview]:

@@ -74,6 +74,8 @@ class Contents:
     """What a file holds: its tensors in the order of their bytes, and what narrowcast knows about them."""
 
     tensors: dict[str, Stored]
+    starts: dict[str, int] = field(default_factory=dict)
+    """Where their bytes begin, behind the header; filled in by reading."""
     encodings: dict[str, Encoding] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
@@ -134,8 +136,9 @@ def contents_of(body: bytes, where: str) -> Contents:
     entries = parse(body, where)
     metadata = entries.pop("__metadata__", None) or {}
     tensors = {name: _stored(entry, name, where) for name, entry in entries.items()}
+    starts = {name: entry["data_offsets"][0] for name, entry in entries.items()}
     if TEXT not in metadata and SEAL not in metadata:
-        return Contents(tensors)
+        return Contents(tensors, starts)
     text, seal = metadata.get(TEXT), metadata.get(SEAL)
     if text is None or seal is None:
         raise CheckpointError(
@@ -149,7 +152,7 @@ def contents_of(body: bytes, where: str) -> Contents:
             f"{where}: the header does not match its own checksum {seal!r}. A byte of it was changed on the way. Copy "
             "the file again from where it came."
         )
-    return _checked(about, tensors, where)
+    return _checked(about, tensors, starts, where)
 
 
 def parse(text: bytes, where: str) -> dict[str, Any]:
@@ -210,7 +213,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _checked(about: dict[str, Any], tensors: dict[str, Stored], where: str) -> Contents:
+def _checked(about: dict[str, Any], tensors: dict[str, Stored], starts: dict[str, int], where: str) -> Contents:
     parts = {part: _object(about.get(part), part, where) for part in ("tensors", "checksums", "tied", "user")}
     checksums, tied = parts["checksums"], parts["tied"]
     if checksums.keys() != tensors.keys() or not all(isinstance(value, str) for value in checksums.values()):
@@ -224,8 +227,9 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], where: str) -> C
             )
     encodings = {name: _encoding(entry, name, tensors, where) for name, entry in parts["tensors"].items()}
     said = _object(about.get("inputs", {}), "inputs", where)
-    inputs = {layer: _input(entry, layer, {*tensors, *tied}, where) for layer, entry in said.items()}
-    return Contents(tensors, encodings, checksums, tied, parts["user"], inputs)
+    names = {*tensors, *tied} if said else set()
+    inputs = {layer: _input(entry, layer, names, where) for layer, entry in said.items()}
+    return Contents(tensors, starts, encodings, checksums, tied, parts["user"], inputs)
 
 
 def _input(entry: object, layer: str, names: set[str], where: str) -> tuple[Codec, bool]:

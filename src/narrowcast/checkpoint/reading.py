@@ -6,58 +6,33 @@
 
 Which file of a folder: `model.safetensors`, else what `*.safetensors.index.json` lists, else the only safetensors file
 there is; in this order, as transformers chooses. An index may name files of its own folder, nothing else.
+
+Every file is opened once, and all that belong together before any is used. A folder into which somebody saves at the
+same time is read again until it holds still: what comes out is of one save (folders.py).
 """
 
 from __future__ import annotations
 
-import stat
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowcast.checkpoint.files import HEADER_LIMIT, checksum
-from narrowcast.checkpoint.header import Stored, contents_of, parse
+from narrowcast.checkpoint.files import HEADER_LIMIT
+from narrowcast.checkpoint.folders import HEADERS, INDEX, OWN, SHARD, SINGLE
+from narrowcast.checkpoint.header import Stored, parse
+from narrowcast.checkpoint.mapping import File, check_regular, identity
 from narrowcast.codecs import Codec
-from narrowcast.errors import CheckpointError, MissingFileError
+from narrowcast.errors import CheckpointError, MissingFileError, ReplacedError
 from narrowcast.payload import EncodedRows, Encoding
 
-PICKLES = (".pt", ".pth", ".bin", ".ckpt")
-"""The endings of what torch.save writes."""
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-class File:
-    """One safetensors file whose header has been checked."""
-
-    def __init__(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self.path = path
-        _check_regular(path)
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {_kind(path, error)}") from error
-        with open(path, "rb") as file:
-            self.contents = contents_of(file.read(int.from_bytes(file.read(8), "little")), str(path))
-
-    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Some tensors, mapped. The mapping lasts as long as they do."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(self.path, "pt") as file:
-                found = {name: file.get_tensor(name) for name in names}
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.path}: {error}. The file was changed while it was read.") from error
-        for name, tensor in found.items():
-            if (tensor.dtype, tuple(tensor.shape)) != tuple(self.contents.tensors[name]):
-                raise CheckpointError(f"{self.path}: {name!r} was changed while the file was read. Load it again.")
-        return found
+PATIENCE_SECONDS = 10.0
+"""How long a folder that changes all the time is tried."""
+PAUSE_SECONDS = 0.002
 
 
 class Checkpoint:
@@ -96,31 +71,58 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """One tensor as it is stored, mapped; nothing else of its file is."""
         name = self.tied.get(name, name)
-        return self.file_of[name].tensors([name])[name]
+        return self.file_of[name].tensor(name)
 
     def mapped(self) -> dict[str, Tensor]:
         """Every tensor as it is stored, mapped; tied names are the same object."""
         found: dict[str, Tensor] = {}
         for file in self.files:
-            found |= file.tensors(file.contents.tensors)
+            found |= file.tensors()
         return found | {alias: found[name] for alias, name in self.tied.items()}
 
+    def checksum(self, name: str) -> str | None:
+        """The checksum of a tensor's bytes, where its file has one."""
+        name = self.tied.get(name, name)
+        return self.file_of[name].contents.checksums.get(name)
+
     def verify(self, advance: Callable[[int], None] = lambda count: None) -> None:
-        """Compare every tensor that has a checksum with it, one at a time."""
+        """Compare every tensor that has a checksum with it; tell `advance` the bytes that were read."""
         for file in self.files:
-            for name, expected in file.contents.checksums.items():
-                tensor = file.tensors([name])[name]
-                if checksum(tensor) != expected:
-                    raise CheckpointError(
-                        f"{file.path}: the bytes of {name!r} do not match their checksum {expected!r}. They were "
-                        "changed on the disk or on the way. Copy the file again; verify=False loads it as it is."
-                    )
-                advance(tensor.nbytes)
+            file.verify(advance)
 
 
 def read(path: str | Path) -> Checkpoint:
     """Open a checkpoint and check everything but the bytes of its tensors."""
     path = Path(path)
+    end = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        before = _deciding(path)
+        try:
+            return _read(path)
+        except (CheckpointError, FileNotFoundError) as error:
+            still = isinstance(error, CheckpointError) and not isinstance(error, ReplacedError)
+            if still and _deciding(path) == before:
+                raise
+            if time.monotonic() > end:
+                raise ReplacedError(
+                    f"{path}: was replaced again and again for {PATIENCE_SECONDS:.0f} seconds while it was read: "
+                    f"somebody is saving there. Load it when that is done. The last time it was: {error}"
+                ) from error
+        time.sleep(PAUSE_SECONDS)
+
+
+def _deciding(path: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """The files by which a folder says which checkpoint it holds. Where they change, somebody saves."""
+    found = []
+    with suppress(OSError):
+        for own in path.iterdir():
+            if own.name.endswith((".safetensors", ".safetensors.index.json")):
+                with suppress(OSError):
+                    found.append((own.name, identity(own.stat())))
+    return sorted(found)
+
+
+def _read(path: Path) -> Checkpoint:
     if not path.exists():
         raise MissingFileError(f"{path}: no such file or folder. Check the path.")
     if not path.is_dir():
@@ -131,7 +133,7 @@ def read(path: str | Path) -> Checkpoint:
     files = sorted(path.glob("*.safetensors"))
     if len(indices) == 1:
         return _listed(path, indices[0])
-    if not indices and len(files) == 1:
+    if not indices and len(files) == 1 and not SHARD.fullmatch(files[0].name):
         return Checkpoint(path, [File(files[0])])
     if not files and not indices:
         raise MissingFileError(f"{path}: holds no safetensors file. Only safetensors files are read, no pickles.")
@@ -148,41 +150,40 @@ def load_state(
     checkpoint = read(path)
     if verify:
         checkpoint.verify()
-    encodings = checkpoint.encodings
-    moved: dict[str, Tensor] = {}
-    for name, tensor in checkpoint.mapped().items():
-        stored = checkpoint.tied.get(name, name)
-        found = moved[stored] if stored in moved else tensor.to(device or "cpu")
-        moved[name] = found
-    return {name: EncodedRows(own, *encodings[name]) if name in encodings else own for name, own in moved.items()}
-
-
-def _kind(path: Path, error: Exception) -> str:
-    """Why a file is not read, by its ending where that tells."""
-    ending = path.suffix.lower()
-    if ending in PICKLES:
-        return "a pickle; save it with safetensors.torch.save_file, or use nc.quantize_ in Python."
-    if ending in (".npy", ".npz"):
-        return "numpy's, and no safetensors file. narrowcast encode takes .npy files."
-    return (
-        f"not a whole safetensors file: {error}. It was cut off, damaged, or is of another kind (a pickle that was "
-        "renamed, say). Copy or save it again."
-    )
-
-
-def _check_regular(path: Path) -> None:
-    if not path.exists():
-        raise MissingFileError(f"{path}: no such file. The index names it: the save or download was not finished.")
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"{path}: is not a regular file. Pass a safetensors file, or a folder that holds some.")
+    found: dict[str, Tensor] = {}
+    for file in checkpoint.files:
+        tensors = file.tensors()
+        found |= tensors if device is None else {name: tensor.to(device) for name, tensor in tensors.items()}
+    found |= {alias: found[name] for alias, name in checkpoint.tied.items()}
+    rows = {name: EncodedRows(found[name], *encoding) for name, encoding in checkpoint.encodings.items()}
+    return found | rows
 
 
 def _listed(folder: Path, index: Path) -> Checkpoint:
     """The files that an index lists, and nothing beside what it lists."""
-    _check_regular(index)
+    check_regular(index)
     if index.stat().st_size > HEADER_LIMIT:
         raise CheckpointError(f"{index}: {index.stat().st_size} bytes, and an index has {HEADER_LIMIT} at most.")
-    places = parse(index.read_bytes(), str(index)).get("weight_map")
+    before = identity(index.stat())
+    said = parse(index.read_bytes(), str(index))
+    places = _places(said, index)
+    found = Checkpoint(folder, [File(folder / place) for place in sorted(set(places.values()))])
+    for name in sorted(places.keys() | found.file_of.keys()):
+        held = found.file_of.get(found.tied.get(name, name))
+        if held is None or places.get(name) != held.path.name:
+            raise CheckpointError(
+                f"{index}: {name!r} is listed in {places.get(name, 'no file')} but found in "
+                f"{held.path.name if held else 'none'}. Index and files are of different saves. Save or download them "
+                "again."
+            )
+    if not _is_one_save(said, found, index) and identity(index.stat()) != before:
+        raise ReplacedError(f"{index}: was replaced while its files were opened. Load it again.")
+    return found
+
+
+def _places(said: dict[str, Any], index: Path) -> dict[str, str]:
+    """The file of each tensor, by its name."""
+    places = said.get("weight_map")
     if not isinstance(places, dict) or not places:
         raise CheckpointError(f'{index}: has no "weight_map" of names to files. It is the index of something else.')
     for name, place in places.items():
@@ -191,14 +192,22 @@ def _listed(folder: Path, index: Path) -> Checkpoint:
                 f"{index}: {name!r} is said to be in {place!r}. An index names files of its own folder, without a "
                 "path. Do not trust this checkpoint."
             )
-    names: set[str] = set(places)
-    found = Checkpoint(folder, [File(folder / place) for place in sorted(set(places.values()))])
-    for name in sorted(names | set(found.file_of)):
-        held = found.file_of.get(found.tied.get(name, name))
-        if held is None or places.get(name) != held.path.name:
+    return places
+
+
+def _is_one_save(said: dict[str, Any], found: Checkpoint, index: Path) -> bool:
+    """Whether the index says which files it was written with, and those are they. Others than those are refused."""
+    metadata = said.get("metadata")
+    own = metadata.get(OWN) if isinstance(metadata, dict) else None
+    if own is None:
+        return False
+    headers = own.get(HEADERS) if isinstance(own, dict) else None
+    if not isinstance(headers, dict):
+        raise CheckpointError(f'{index}: "{OWN}" has no "{HEADERS}" of files. The index is damaged.')
+    for file in found.files:
+        if headers.get(file.path.name) != file.digest:
             raise CheckpointError(
-                f"{index}: {name!r} is listed in {places.get(name, 'no file')} but found in "
-                f"{held.path.name if held else 'none'}. Index and files are of different saves. Save or download them "
-                "again."
+                f"{index}: {file.path.name} is not the file that this index was written with: the folder is a mixture "
+                "of two saves, or a file was changed. Save or download all of them again."
             )
-    return found
+    return True

@@ -5,8 +5,7 @@ tied. Tensors that share some of their memory otherwise are refused: loaded agai
 
 A path that ends in ".safetensors" is a file. Any other is a folder, which gets `model.safetensors`, or, above
 `max_shard_size`, files of up to that size and an index as Hugging Face writes them. All files are complete before the
-first appears under its name, and the index comes last, so a reader finds the old checkpoint, the new one, or, in the
-moment between, a folder that it refuses; never a mixture.
+first appears under its name, and take effect together, by one rename: folders.py says how.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.checkpoint.files import Entry, Staging, sync, write_tensors
+from narrowcast.checkpoint.files import Entry, Staging, write_tensors
+from narrowcast.checkpoint.folders import header_digest, publish_shards, publish_single, shard_names
 from narrowcast.checkpoint.header import NAMES, Stored, clip_of
-from narrowcast.checkpoint.reading import INDEX, PICKLES, SINGLE
+from narrowcast.checkpoint.mapping import PICKLES
 from narrowcast.codecs import Codec
 from narrowcast.errors import CheckpointError
 from narrowcast.payload import EncodedRows, Encoding, Payload
 
-SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _UNITS = {"": 1, "B": 1, **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}}
 _UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 
@@ -76,25 +75,26 @@ def _save_folder(
     user: dict[str, Any],
     inputs: Mapping[str, tuple[Codec, bool]],
 ) -> None:
-    names = shard_names(len(groups))
+    headers = []
     with Staging(folder) as staging:
-        for name, group in zip(names, groups, strict=True):
+        for name, group, own in zip(shard_names(len(groups)), groups, by_group(groups, tied), strict=True):
             with staging.file(name) as file:
-                held = {entry.name for entry in group}
-                aliases = {alias: own for alias, own in tied.items() if own in held}
-                described = {name: said for name, said in inputs.items() if clip_of(name) in held | aliases.keys()}
-                write_tensors(file, group, aliases, user, inputs=described)
-        if len(groups) > 1:
-            with staging.file(INDEX) as file:
-                file.write(index(dict(zip(names, groups, strict=True))))
-            # The old index must not stand beside new files. An old single file goes first in reading, and stays whole.
-            (folder / INDEX).unlink(missing_ok=True)
-            sync(folder)
-        staging.publish()
-    stale = SINGLE if len(groups) > 1 else INDEX
-    for path in folder.iterdir():
-        if path.name == stale or (SHARD.fullmatch(path.name) and path.name not in names):
-            path.unlink()
+                held = {entry.name for entry in group} | own.keys()
+                described = {layer: said for layer, said in inputs.items() if clip_of(layer) in held}
+                headers.append(header_digest(write_tensors(file, group, own, user, inputs=described)))
+        if len(groups) == 1:
+            publish_single(folder, staging)
+        else:
+            publish_shards(folder, staging, groups, headers)
+
+
+def by_group(groups: Sequence[Sequence[Entry]], tied: Mapping[str, str]) -> list[dict[str, str]]:
+    """The tied names of each group: those that stand for one of its tensors."""
+    group_of = {entry.name: place for place, group in enumerate(groups) for entry in group}
+    found: list[dict[str, str]] = [{} for _ in groups]
+    for alias, name in tied.items():
+        found[group_of[name]][alias] = name
+    return found
 
 
 def plan(state: Mapping[str, Tensor | EncodedRows]) -> tuple[list[Entry], dict[str, str]]:
@@ -134,20 +134,6 @@ def shards(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
         groups[-1].append(entry)
         size += entry.stored.nbytes
     return groups
-
-
-def shard_names(count: int) -> list[str]:
-    """The names that Hugging Face gives to the files of a checkpoint."""
-    if count == 1:
-        return [SINGLE]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def index(files: Mapping[str, Iterable[Entry]]) -> bytes:
-    """The index of a folder: which tensor is in which file."""
-    places = {entry.name: name for name, group in files.items() for entry in group}
-    total = sum(entry.stored.nbytes for group in files.values() for entry in group)
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode()
 
 
 def size_in_bytes(size: int | str) -> int:
