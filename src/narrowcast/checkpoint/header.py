@@ -74,8 +74,8 @@ class Contents:
     """What a file holds: its tensors in the order of their bytes, and what narrowcast knows about them."""
 
     tensors: dict[str, Stored]
-    starts: dict[str, int] = field(default_factory=dict)
-    """Where their bytes begin, behind the header; filled in by reading."""
+    spans: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Where their bytes begin and end, behind the header; filled in by reading."""
     encodings: dict[str, Encoding] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
@@ -135,10 +135,10 @@ def contents_of(body: bytes, where: str) -> Contents:
     """The contents that a header which the package safetensors has accepted describes."""
     entries = parse(body, where)
     metadata = entries.pop("__metadata__", None) or {}
-    tensors = {name: _stored(entry, name, where) for name, entry in entries.items()}
-    starts = {name: entry["data_offsets"][0] for name, entry in entries.items()}
+    tensors = _stored(entries, where)
+    spans = {name: tuple(entry["data_offsets"]) for name, entry in entries.items()}
     if TEXT not in metadata and SEAL not in metadata:
-        return Contents(tensors, starts)
+        return Contents(tensors, spans)
     text, seal = metadata.get(TEXT), metadata.get(SEAL)
     if text is None or seal is None:
         raise CheckpointError(
@@ -152,7 +152,7 @@ def contents_of(body: bytes, where: str) -> Contents:
             f"{where}: the header does not match its own checksum {seal!r}. A byte of it was changed on the way. Copy "
             "the file again from where it came."
         )
-    return _checked(about, tensors, starts, where)
+    return _checked(about, tensors, spans, where)
 
 
 def parse(text: bytes, where: str) -> dict[str, Any]:
@@ -189,12 +189,20 @@ def _check_version(version: object, where: str) -> None:
         )
 
 
-def _stored(entry: dict[str, Any], name: str, where: str) -> Stored:
-    dtype, shape = entry["dtype"], entry["shape"]
-    if dtype not in DTYPES:
-        raise CheckpointError(f"{where}: {name!r} has the dtype {dtype!r}. There are: {', '.join(DTYPES)}.")
-    _check_shape(shape, name, where)
-    return Stored(DTYPES[dtype], tuple(shape))
+def _stored(entries: dict[str, dict[str, Any]], where: str) -> dict[str, Stored]:
+    """What the tensors of a file are. Many are alike: each dtype and shape is checked, and kept, once."""
+    known: dict[tuple[object, ...], Stored] = {}
+    tensors: dict[str, Stored] = {}
+    for name, entry in entries.items():
+        dtype, shape = entry["dtype"], entry["shape"]
+        key = (dtype, *shape)
+        if key not in known:
+            if dtype not in DTYPES:
+                raise CheckpointError(f"{where}: {name!r} has the dtype {dtype!r}. There are: {', '.join(DTYPES)}.")
+            _check_shape(shape, name, where)
+            known[key] = Stored(DTYPES[dtype], tuple(shape))
+        tensors[name] = known[key]
+    return tensors
 
 
 def _check_shape(shape: object, name: str, where: str) -> None:
@@ -213,7 +221,9 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _checked(about: dict[str, Any], tensors: dict[str, Stored], starts: dict[str, int], where: str) -> Contents:
+def _checked(
+    about: dict[str, Any], tensors: dict[str, Stored], spans: dict[str, tuple[int, int]], where: str
+) -> Contents:
     parts = {part: _object(about.get(part), part, where) for part in ("tensors", "checksums", "tied", "user")}
     checksums, tied = parts["checksums"], parts["tied"]
     if checksums.keys() != tensors.keys() or not all(isinstance(value, str) for value in checksums.values()):
@@ -229,7 +239,7 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], starts: dict[str
     said = _object(about.get("inputs", {}), "inputs", where)
     names = {*tensors, *tied} if said else set()
     inputs = {layer: _input(entry, layer, names, where) for layer, entry in said.items()}
-    return Contents(tensors, starts, encodings, checksums, tied, parts["user"], inputs)
+    return Contents(tensors, spans, encodings, checksums, tied, parts["user"], inputs)
 
 
 def _input(entry: object, layer: str, names: set[str], where: str) -> tuple[Codec, bool]:
