@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import narrowcast as nc
-from narrowcast.errors import CheckpointError, ModelMismatchError, NarrowcastError, StateDictError
+from narrowcast.cli import app
+from narrowcast.errors import CheckpointError, LoadWarning, ModelMismatchError, NarrowcastError, StateDictError
 from narrowcast.payload import EncodedRows
 
 
@@ -242,13 +245,22 @@ def test_a_model_of_another_size_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "y.safetensors", Small(128), "'embed.weight' is torch.float32 [50, 64] in the file")
 
 
-def test_rows_of_another_layout_are_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_rows_of_another_layout_are_decoded_with_a_warning(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Linear(8, 2))
     state: dict[str, Tensor | EncodedRows] = dict(model.state_dict())
     # As a row for every last dimension: right by itself, but a convolution has a row for every output.
-    state["0.weight"] = nc.payload.encode_rows(model[0].weight, "int4")
+    rows = state["0.weight"] = nc.payload.encode_rows(model[0].weight, "int4")
     nc.save(state, tmp_path / "x.safetensors")
-    refused(tmp_path / "x.safetensors", model, "'0.weight' is torch.uint8 [8, 4, 3, 16] in the file")
+    with pytest.warns(LoadWarning, match=r"are decoded.* 0\.weight \(the file has other rows than the module\)"):
+        nc.load(tmp_path / "x.safetensors", model)
+    assert not nc.nn.encodings(model)
+    assert torch.equal(model[0].weight, rows.decode())
+    refused(
+        tmp_path / "x.safetensors",
+        nn.Sequential(nn.Conv2d(4, 8, 5), nn.Linear(8, 2)),
+        "0.weight",
+        error=NarrowcastError,
+    )
 
 
 def test_bytes_in_the_place_of_floats_are_refused(tmp_path: Path) -> None:
@@ -256,14 +268,208 @@ def test_bytes_in_the_place_of_floats_are_refused(tmp_path: Path) -> None:
     refused(tmp_path / "x.safetensors", nn.Linear(2, 2, bias=False), "torch.uint8 [2, 2] in the file and torch.float32")
 
 
-def test_a_key_that_the_model_cannot_encode_is_refused(tmp_path: Path) -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 64))
+class Odd(nn.Module):
+    """A layer of nobody's, whose weight `narrowcast quantize` encodes by its name."""
 
-    nc.save({"weight": nc.payload.encode_rows(torch.ones(4, 64), "int4")}, tmp_path / "x.safetensors")
-    refused(tmp_path / "x.safetensors", Odd(), "weight", error=NarrowcastError)
+    def __init__(self, rows: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, 64))
+
+
+def test_a_weight_that_the_model_cannot_encode_is_decoded_with_a_warning(tmp_path: Path) -> None:
+    rows = nc.payload.encode_rows(torch.randn(4, 64), "int4")
+    nc.save({"weight": rows}, tmp_path / "x.safetensors")
+    model = Odd()
+    with pytest.warns(LoadWarning, match=r"x\.safetensors: weights .* are decoded.*weight \(held by Odd itself"):
+        nc.load(tmp_path / "x.safetensors", model)
+    assert torch.equal(model.weight, rows.decode())
+    refused(tmp_path / "x.safetensors", Odd(5), "weight", error=NarrowcastError)
+
+
+class Layers(nn.Module):
+    """What `narrowcast quantize` takes for something else, by names and shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long = nn.Conv1d(8, 4, 33)
+        self.short = nn.Conv1d(8, 4, 3)
+        self.up = nn.ConvTranspose1d(8, 4, 5)
+        self.up2d = nn.ConvTranspose2d(8, 4, 3)
+        self.bag = nn.EmbeddingBag(20, 64)
+        self.proj = nn.Linear(64, 8)
+
+
+def test_whatever_quantize_writes_loads(tmp_path: Path) -> None:
+    model = Layers()
+    nc.save(model, tmp_path / "x.safetensors")
+    done = CliRunner().invoke(app, ["quantize", str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors")])
+    assert done.exit_code == 0, done.output
+    state = nc.load(tmp_path / "y.safetensors")
+    for other in (Layers(), Layers().to("meta")):
+        with pytest.warns(
+            LoadWarning, match=r"long\.weight .*up\.weight \(torch\.nn\.ConvTranspose1d has no encoded form"
+        ):
+            nc.load(tmp_path / "y.safetensors", other)
+        assert nc.nn.encodings(other).keys() == {"short.weight", "proj.weight"}
+        for name, rows in state.items():
+            if isinstance(rows, EncodedRows) and name not in nc.nn.encodings(other):
+                assert torch.equal(other.state_dict()[name], rows.decode()), name
+        other.long(torch.randn(1, 8, 40))
+        other.bag(torch.tensor([[1, 2]]))
+
+
+# -- who holds the Parameters -----------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_made_before_trains_the_loaded_weights(tmp_path: Path) -> None:
+    nc.save(small(0, None), tmp_path / "x.safetensors")
+    model = small(1, None)
+    model.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    held = [*model.parameters()]
+    optimizer = torch.optim.SGD(held, lr=1.0)
+    places = [parameter.data_ptr() for parameter in held]
+    nc.load(tmp_path / "x.safetensors", model)
+    assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in held]
+    assert [parameter.data_ptr() for parameter in held] == places
+    assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert bits(model) == bits(small(0, None))
+    model(torch.tensor([[1, 2, 3]])).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.norm.bias, small(0, None).norm.bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_parameter_takes_the_dtype_of_the_file_and_stays_the_same_one(tmp_path: Path, dtype: torch.dtype) -> None:
+    nc.save(nn.Linear(4, 3).to(dtype), tmp_path / "x.safetensors")
+    model = nn.Linear(4, 3)
+    model(torch.ones(1, 4)).sum().backward()
+    held = model.weight
+    nc.load(tmp_path / "x.safetensors", model)
+    assert model.weight is held
+    assert held.dtype == dtype
+    assert held.grad is None  # it was one of another dtype
+    model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+    torch.optim.SGD([held], lr=1.0).step()
+
+
+def test_an_optimizer_that_holds_weights_which_become_rows_is_told_of_and_others_are_not(tmp_path: Path) -> None:
+    nc.save(small(), tmp_path / "x.safetensors")
+    model, other = small(1, None), small(2, None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.warns(LoadWarning, match=r"embed\.weight.* are rows now.* AdamW still holds the float weights"):
+        nc.load(tmp_path / "x.safetensors", model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nc.load(tmp_path / "x.safetensors", other)
+        nc.load(tmp_path / "x.safetensors", model)  # nothing is replaced any more
+    assert optimizer.param_groups[0]["params"]
+
+
+def test_ddp_that_wraps_weights_which_become_rows_is_told_of(tmp_path: Path) -> None:
+    nc.save(small(), tmp_path / "x.safetensors")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        model = small(1, None)
+        wrapper = nn.parallel.DistributedDataParallel(model)
+        with pytest.warns(LoadWarning, match="DistributedDataParallel still holds the float weights"):
+            nc.load(tmp_path / "x.safetensors", model)
+        assert wrapper.module is model
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_tensors_that_cannot_be_written_to_are_replaced(tmp_path: Path) -> None:
+    nc.save(nn.Linear(4, 3), tmp_path / "x.safetensors")
+    with torch.inference_mode():
+        model = nn.Linear(4, 3)
+    expanded = nn.Linear(4, 3)
+    expanded.weight = nn.Parameter(torch.zeros(1, 1).expand(3, 4))
+    wanted = nc.load(tmp_path / "x.safetensors")
+    for one in (model, expanded):
+        assert torch.equal(nc.load(tmp_path / "x.safetensors", one).weight, wanted["weight"])  # type: ignore[arg-type]
+
+
+def test_a_sharded_model_is_refused(tmp_path: Path) -> None:
+    class DTensor(nn.Parameter):
+        """As FSDP2 holds Parameters."""
+
+    nc.save(nn.Linear(4, 3), tmp_path / "x.safetensors")
+    model = nn.Linear(4, 3)
+    model.weight = DTensor(model.weight.data)
+    refused(
+        tmp_path / "x.safetensors", model, "'weight' is sharded", "Call narrowcast.load before the model is sharded"
+    )
+
+
+# -- ties -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [empty, lambda: small(1, None)], ids=["meta", "float"])
+def test_a_file_that_holds_both_names_of_a_tied_weight_leaves_it_tied(
+    tmp_path: Path, make: Callable[[], Small]
+) -> None:
+    state = {name: value.clone() for name, value in small(0, None).state_dict().items()}
+    safetensors.torch.save_file(state, tmp_path / "x.safetensors")
+    model = nc.load(tmp_path / "x.safetensors", make())
+    assert model.head.weight is model.embed.weight
+    assert bits(model) == bits(small(0, None))
+    state["head.weight"][3, 3] += 1
+    safetensors.torch.save_file(state, tmp_path / "y.safetensors")
+    words = ["'embed.weight' and 'head.weight' are one tied tensor in the model, but two different ones in the file"]
+    refused(tmp_path / "y.safetensors", small(1, None), *words)
+
+
+def test_a_file_that_holds_both_names_of_tied_rows_leaves_them_tied(tmp_path: Path) -> None:
+    state = nc.models.state_of(small())
+    rows = state["head.weight"]
+    assert isinstance(rows, EncodedRows)
+    state["head.weight"] = EncodedRows(rows.data.clone(), rows.codec, rows.shape, rows.dtype)
+    nc.save(state, tmp_path / "x.safetensors")
+    for model in (empty(), small(1, None), small(1)):
+        nc.load(tmp_path / "x.safetensors", model)
+        assert model.head.weight is model.embed.weight
+        assert bits(model) == bits(small())
+
+
+def test_a_model_that_does_not_tie_keeps_its_two_weights(tmp_path: Path) -> None:
+    nc.save(small(0, None), tmp_path / "x.safetensors")
+    model = small(1, None)
+    model.head.weight = nn.Parameter(torch.zeros(50, 64))
+    held = model.head.weight
+    nc.load(tmp_path / "x.safetensors", model)
+    assert model.head.weight is held
+    assert torch.equal(held, model.embed.weight)
+
+
+def test_a_model_with_a_tensor_that_cannot_be_copied_takes_on_rows(tmp_path: Path) -> None:
+    nc.save(small(), tmp_path / "x.safetensors")
+    model = small(1, None)
+    model.cache = model.norm.weight * 2  # not a leaf: deepcopy refuses it
+    nc.load(tmp_path / "x.safetensors", model)
+    assert bits(model) == bits(small())
+
+
+# -- codecs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["file", "pretrained"])
+def test_rows_of_another_codec_with_the_same_width_are_refused(tmp_path: Path, place: str) -> None:
+    model = small(0, "int4")
+    if place == "file":
+        nc.save(model, tmp_path / "x")
+    else:
+        specs = {name.removesuffix(".weight"): "int4" for name in nc.nn.encodings(model)}
+        pretrained(tmp_path / "x", model, specs)
+    other = small(1, "nf4")
+    assert other.embed.weight.shape == model.embed.weight.shape
+    refused(tmp_path / "x", other, "'embed.weight' is 'nf4' of float32 [50, 64] in the model, but 'int4'")
+
+
+def test_rows_that_do_not_say_their_codec_are_refused(tmp_path: Path) -> None:
+    safetensors.torch.save_file(
+        {name: value.clone() for name, value in small(0, "int4").state_dict().items()}, tmp_path / "x.safetensors"
+    )
+    refused(tmp_path / "x.safetensors", small(1, "nf4"), "but not encoded in the file")
 
 
 def test_a_byte_that_was_changed_leaves_the_model_as_it_was(tmp_path: Path) -> None:

@@ -76,6 +76,10 @@ class ModelMismatchError(CheckpointError):
     """A checkpoint and a model do not have the same tensors. The model is as it was."""
 
 
+class LoadWarning(UserWarning):
+    """A model was loaded, but not all of it as one may expect: something is decoded, or held by somebody else."""
+
+
 class QuantizeError(NarrowcastError, ValueError):
     """A model cannot be quantized as asked. It was left as it was."""
 

@@ -2,15 +2,19 @@
 
 `save` writes a model's state dict, encoded weights as their bytes. `load` reads it back without quantizing again: a
 float model, on a device or on meta, takes on the encodings of the file first, and its quantizers of inputs; a quantized
-one must have them already. Tensors are mapped from the disk and assigned as they are: no copy on the CPU, one on its
-way to another device, no change of dtype. Names that were tied are one tensor again.
+one must have them already. A weight that is encoded in the file, and that the model has no encoded form for, is
+decoded, with a warning. No dtype changes: what the file has is what the model gets.
+
+A model on meta gets tensors that are mapped from the disk: no copy on the CPU, one on its way to another device; names
+that the file ties are one tensor again. A model with memory keeps its Parameters and what it ties: values are copied
+into them (nn/placing.py). Only a weight that becomes rows is another Parameter than before.
 
 Everything is checked before the model changes, on a twin of it that has no memory, so an error leaves it as it was.
 """
 
 from __future__ import annotations
 
-import copy
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -19,15 +23,18 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.codecs import codec
-from narrowcast.errors import CheckpointError, ModelMismatchError, StateDictError
+from narrowcast.errors import CheckpointError, LoadWarning, ModelMismatchError, StateDictError
 from narrowcast.nn import FakeQuantize, adopt, encodings
 from narrowcast.nn.input_grids import Inputs, adopt_inputs, input_keys, quantized_inputs
-from narrowcast.nn.slots import join
+from narrowcast.nn.placing import check_whole_tensors, holders, new_tensor, put, twin_of
+from narrowcast.nn.slots import join, survey
 from narrowcast.payload import EncodedRows, Encoding
 
 if TYPE_CHECKING:
     from narrowcast.checkpoint import Checkpoint
 
+_LARGE = 1 << 20
+"""Bytes of a tensor that is mapped by itself to be copied, so that its pages do not stay in memory beside the model."""
 Model = TypeVar("Model", bound=nn.Module)
 State = dict[str, Tensor | EncodedRows]
 
@@ -80,19 +87,30 @@ def load(
         return checkpoint.load_state(path, device=device, verify=verify)
     if not isinstance(model, nn.Module):
         raise CheckpointError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+    check_whole_tensors(model)
     found = checkpoint.read(path)
     inputs = _new_inputs(found, model)
-    sources = _sources(found, model, inputs, strict)
+    sources = _tied_once(found, model, _sources(found, model, inputs, strict))
     new = _new_encodings(found, model, sources)
-    _check_fit(found, model, new, inputs, sources)
+    decoded = _decoded(found, model, new, sources)
+    _check_fit(found, model, new, inputs, {key: source for key, source in sources.items() if key not in decoded})
     if strict:
         _check_meta_buffers(model)
     if verify:
         found.verify()
+    before = dict(model.named_parameters())
+    holding = holders(before[key] for key in new if key in before)
     if new or inputs:
         adopt(model, new)
         adopt_inputs(model, inputs)
-    _assign(found, model, sources, device)
+    _assign(found, model, sources, decoded, device, {*new})
+    if holding:
+        warnings.warn(
+            f"{found.path}: {_some([*new])} are rows now, which are not trained, but {' and '.join(holding)} still "
+            "holds the float weights that they replace. Make optimizers and wrappers after narrowcast.load.",
+            LoadWarning,
+            stacklevel=2,
+        )
     return model
 
 
@@ -124,13 +142,30 @@ def _sources(found: Checkpoint, model: nn.Module, inputs: Inputs, strict: bool) 
         key: by_tensor[id(value)] for key, value in present.items() if id(value) in by_tensor and key not in stored
     }
     missing = [key for key in keys if key not in sources]
-    unexpected = [name for name in stored if name not in keys]
+    known = {*keys}
+    unexpected = [name for name in stored if name not in known]
     if strict and (missing or unexpected):
         raise ModelMismatchError(
             f"{found.path} does not fit the model: {_some(missing)} missing from the file, {_some(unexpected)} not in "
             f"the model. {_usual_cause(found, unexpected)}; strict=False loads what both have. The model is as it was."
         )
     return sources
+
+
+def _tied_once(found: Checkpoint, model: nn.Module, sources: dict[str, str]) -> dict[str, str]:
+    """The same sources, but one for all keys that are one tensor in the model: writers that know no ties store each."""
+    first: dict[int, str] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if key not in sources:
+            continue
+        other = first.setdefault(id(value), key)
+        if sources[key] != sources[other] and not found.same_bytes(sources[key], sources[other]):
+            raise ModelMismatchError(
+                f"{found.path}: {other!r} and {key!r} are one tied tensor in the model, but two different ones in the "
+                "file. Untie them in the model, or store the one that counts. The model is as it was."
+            )
+    keys = model.state_dict(keep_vars=True)
+    return {key: sources[first[id(keys[key])]] if key in keys else source for key, source in sources.items()}
 
 
 def _usual_cause(found: Checkpoint, unexpected: list[str]) -> str:
@@ -174,6 +209,34 @@ def _declared(found: Checkpoint, model: nn.Module, sources: Mapping[str, str]) -
     return made
 
 
+def _decoded(
+    found: Checkpoint, model: nn.Module, new: dict[str, Encoding], sources: Mapping[str, str]
+) -> dict[str, Encoding]:
+    """What the file has encoded and the model cannot, taken out of `new`: `narrowcast quantize` sees no model."""
+    if not new:
+        return {}
+    known = survey(model)
+    leads = {key: weight.slots[0].lead for weight in known.weights for key in weight.names()}
+    reasons = {skip.name: skip.reason for skip in known.skips}
+    present = model.state_dict(keep_vars=True)
+    decoded: dict[str, Encoding] = {}
+    for key, encoding in [*new.items()]:
+        own = present.get(key)
+        fits = own is not None and own.is_floating_point() and own.shape == encoding.shape
+        if fits and leads.get(key) != len(found.stored[sources[key]].shape) - 1:
+            reasons.setdefault(key, "the file has other rows than the module")
+            decoded[key] = new.pop(key)
+    if decoded:
+        why = [f"{key} ({reasons[key]})" for key in decoded]
+        warnings.warn(
+            f"{found.path}: weights that are encoded in the file are decoded, since the model has no encoded form for "
+            f"them: {', '.join(why[:5])}{f' and {len(why) - 5} more' if len(why) > 5 else ''}.",
+            LoadWarning,
+            stacklevel=3,
+        )
+    return decoded
+
+
 def _words(encoding: Encoding) -> str:
     return f"{encoding.codec.spec!r} of {str(encoding.dtype).removeprefix('torch.')} {list(encoding.shape)}"
 
@@ -184,7 +247,7 @@ def _check_fit(
     """Whether the model can become what the file has, and every tensor be what the model has then."""
     twin = model
     if new or inputs:
-        twin = _twin(model)
+        twin = twin_of(model)
         try:
             adopt(twin, new)
             adopt_inputs(twin, inputs)
@@ -216,16 +279,6 @@ def _checked_grid(found: Checkpoint, module: nn.Module, name: str, sources: Mapp
     return keys if fits else []
 
 
-def _twin(model: nn.Module) -> nn.Module:
-    """A copy of the modules whose tensors are on meta."""
-    memo: dict[int, object] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(model, memo)
-
-
 def _check_meta_buffers(model: nn.Module) -> None:
     known = {*model.state_dict()}
     known |= {join(name, own) for name, module in model.named_modules() for own in getattr(module, "made_on_load", ())}
@@ -238,17 +291,33 @@ def _check_meta_buffers(model: nn.Module) -> None:
         )
 
 
-def _assign(found: Checkpoint, model: nn.Module, sources: Mapping[str, str], device: torch.device | str | None) -> None:
-    keys = model.state_dict(keep_vars=True)
-    mapped = found.mapped()
+def _assign(
+    found: Checkpoint,
+    model: nn.Module,
+    sources: Mapping[str, str],
+    decoded: Mapping[str, Encoding],
+    device: torch.device | str | None,
+    fresh: set[str],
+) -> None:
+    """Give every key its tensor. What is `fresh` has memory that nobody holds: mapped tensors take its place."""
+    keys, mapped = model.state_dict(keep_vars=True), found.mapped()
     made: dict[str, Tensor] = {}
+    placed: dict[int, Tensor] = {}
     for key, source in sources.items():
-        if source not in made:
-            own = keys[key]
-            place = device or ("cpu" if own.is_meta else own.device)
-            tensor = mapped[source].to(place)
-            made[source] = nn.Parameter(tensor, own.requires_grad) if isinstance(own, nn.Parameter) else tensor
-    model.load_state_dict({key: made[source] for key, source in sources.items()}, strict=False, assign=True)
+        own = keys[key]
+        if id(own) in placed:
+            continue
+        place = device or ("cpu" if own.is_meta else own.device)
+        stays = own.is_meta or key in fresh
+        if stays and source in made:
+            placed[id(own)] = made[source]
+            continue
+        tensor = mapped[source] if stays or mapped[source].nbytes < _LARGE else found.tensor(source)
+        tensor = EncodedRows(tensor, *decoded[key]).decode() if key in decoded else tensor
+        if stays:
+            made[source] = new_tensor(own, tensor, place)
+        placed[id(own)] = made[source] if stays else put(own, tensor, place)
+    model.load_state_dict({key: placed[id(keys[key])] for key in sources}, strict=False, assign=True)
     if device is not None:
         for module in model.modules():
             for name in module._non_persistent_buffers_set:

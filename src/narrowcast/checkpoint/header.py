@@ -56,6 +56,10 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FLOATS = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LIMIT = 1 << 63  # torch counts sizes and elements in int64
+DIMENSIONS = 64
+"""The most that torch's operators take; numpy's limit, too."""
+_NESTED = 1_000_000
+"""Lists and objects that metadata may hold beside those of the tensors: each takes memory of many times its bytes."""
 
 
 class Stored(NamedTuple):
@@ -145,6 +149,12 @@ def contents_of(body: bytes, where: str) -> Contents:
             f"{where}: the metadata has only one of {TEXT!r} and {SEAL!r}. The file was damaged, or rewritten by a "
             "tool that drops metadata. Copy it again, or write it again with narrowcast.save."
         )
+    nested = text.count("[") + text.count("{")
+    if nested > _NESTED + 4 * len(tensors):
+        raise CheckpointError(
+            f"{where}: the metadata holds {nested} lists and objects, and {_NESTED} are the most beside those of its "
+            "tensors. Put large values into tensors. The file is not read."
+        )
     about = _object(parse(text.encode(), where), "metadata", where)
     _check_version(about.get("version"), where)
     if seal != _seal(tensors, text):
@@ -168,8 +178,9 @@ def parse(text: bytes, where: str) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)!r} is used twice")
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {_short(twice)} is used twice")
     return found
 
 
@@ -207,11 +218,16 @@ def _stored(entries: dict[str, dict[str, Any]], where: str) -> dict[str, Stored]
 
 def _check_shape(shape: object, name: str, where: str) -> None:
     sizes = shape if isinstance(shape, list) else [None]
+    if len(sizes) > DIMENSIONS:
+        raise CheckpointError(
+            f"{where}: {_short(name)} has {len(sizes)} dimensions, and a tensor has {DIMENSIONS} at most. The file is "
+            "damaged, or made to do harm."
+        )
     whole = all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < _LIMIT for size in sizes)
     # Zero elements do not excuse other sizes: torch multiplies strides without them.
     if not whole or math.prod(size for size in sizes if size) >= _LIMIT:
         raise CheckpointError(
-            f"{where}: {name!r} has the shape {_short(shape)}. Sizes are whole numbers whose product is below 2**63. "
+            f"{where}: {_short(name)} has the shape {_short(shape)}. Sizes are whole numbers whose product is below 2**63. "
             "The file is damaged."
         )
 

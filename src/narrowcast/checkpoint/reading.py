@@ -80,10 +80,15 @@ class Checkpoint:
             found |= file.tensors()
         return found | {alias: found[name] for alias, name in self.tied.items()}
 
-    def checksum(self, name: str) -> str | None:
-        """The checksum of a tensor's bytes, where its file has one."""
-        name = self.tied.get(name, name)
-        return self.file_of[name].contents.checksums.get(name)
+    def same_bytes(self, one: str, other: str) -> bool:
+        """Whether two names stand for the same bytes, read in the same way."""
+        one, other = self.tied.get(one, one), self.tied.get(other, other)
+        alike = self.stored[one] == self.stored[other] and self.encodings.get(one) == self.encodings.get(other)
+        sums = {self.file_of[name].contents.checksums.get(name) for name in (one, other)} - {None}
+        if not alike or len(sums) > 1:
+            return False
+        first, second = (self.tensor(name).flatten().view(torch.uint8) for name in (one, other))
+        return torch.equal(first, second)
 
     def verify(self, advance: Callable[[int], None] = lambda count: None) -> None:
         """Compare every tensor that has a checksum with it; tell `advance` the bytes that were read."""

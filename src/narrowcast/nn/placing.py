@@ -1,0 +1,97 @@
+"""Tensors of a file into those of a model, so that whoever holds a Parameter of the model still holds it.
+
+An optimizer, DDP and a CUDA graph hold Parameters, or the memory behind them. So a tensor is copied into the memory
+that the model has, where dtype, shape and device are the same; else the Parameter stays and gets other memory
+(`.data`). Only what has no memory yet (meta) or cannot have this one is replaced: `holders` says who has the old one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import ModelMismatchError
+
+
+def put(own: Tensor, tensor: Tensor, device: torch.device | str) -> Tensor:
+    """What takes the place of a model's tensor `own`: itself with the values of `tensor` if it can be, or a new one."""
+    plain = type(own) in (Tensor, nn.Parameter) and type(own.data) is Tensor
+    if not plain or own.is_meta or own.is_inference() or tensor.is_floating_point() != own.is_floating_point():
+        return new_tensor(own, tensor, device)
+    place = torch.device(device)
+    same = (own.dtype, own.shape) == (tensor.dtype, tensor.shape) and own.device == place
+    if same and not any(stride == 0 and size > 1 for size, stride in zip(own.shape, own.stride(), strict=True)):
+        with torch.no_grad():
+            own.copy_(tensor)
+        return own
+    if not isinstance(own, nn.Parameter):
+        return tensor.to(device)
+    # A gradient of another dtype, shape or device would be none of this weight's.
+    own.grad = None
+    own.data = tensor.to(device)
+    return own
+
+
+def new_tensor(own: Tensor, tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor in the place of `own`, and a Parameter where that is one."""
+    moved = tensor.to(device)
+    return nn.Parameter(moved, own.requires_grad) if isinstance(own, nn.Parameter) else moved
+
+
+def holders(parameters: Iterable[Tensor]) -> list[str]:
+    """The classes of optimizers and of DDP wrappers, anywhere in the process, that hold one of these Parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    kinds = (torch.optim.Optimizer, nn.parallel.DistributedDataParallel)
+    of_kind: dict[type, bool] = {}
+    found = []
+    for thing in gc.get_objects() if wanted else ():
+        kind = type(thing)
+        if kind not in of_kind:
+            of_kind[kind] = not set(kinds).isdisjoint(kind.__mro__)
+        if not of_kind[kind]:
+            continue
+        groups = getattr(thing, "param_groups", None)
+        held = thing.parameters() if groups is None else [own for group in groups for own in group["params"]]
+        if any(id(own) in wanted for own in held):
+            found.append(kind.__name__)
+    return sorted(set(found))
+
+
+def check_whole_tensors(model: nn.Module) -> None:
+    """Refuse a model whose tensors are parts of others."""
+    sharded = [name for name, own in model.named_parameters() if _is_called(own, "DTensor")]
+    sharded += [name for name, own in model.named_modules() if _is_called(own, "FullyShardedDataParallel")]
+    if sharded:
+        raise ModelMismatchError(
+            f"model: {sharded[0]!r} is sharded (FSDP or tensor parallel), and files hold whole tensors. Call "
+            "narrowcast.load before the model is sharded; torch.distributed.checkpoint loads shards. The model is as "
+            "it was."
+        )
+
+
+def _is_called(thing: object, name: str) -> bool:
+    return any(kind.__name__ == name for kind in type(thing).__mro__)
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A copy of the modules whose tensors are on meta. Attributes are shared: they may be what nobody can copy."""
+    tensors: dict[int, Tensor] = {}
+    modules: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        twin = modules[module] = object.__new__(type(module))
+        vars(twin).update({name: _own(value) for name, value in vars(module).items()})
+    for twin in modules.values():
+        twin._modules = {name: child and modules[child] for name, child in twin._modules.items()}
+        for held in (twin._parameters, twin._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in tensors:
+                    tensors[id(tensor)] = new_tensor(tensor, tensor.detach(), "meta")
+                held[name] = None if tensor is None else tensors[id(tensor)]  # type: ignore[assignment]
+    return modules[model]
+
+
+def _own(value: object) -> object:
+    return value.copy() if isinstance(value, (dict, set)) else value
