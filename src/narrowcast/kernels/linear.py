@@ -13,14 +13,14 @@ the machine alone, so the same call gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
-from torch.library import register_autograd
 
 from narrowcast.kernels import ops
 from narrowcast.kernels.declare import Operator, declare
+from narrowcast.kernels.derivatives import Rule, batched, differentiable, remember_tensors
 from narrowcast.kernels.layout import Format, Recipe
 
 TILES = {"cpu": 1 << 22, "cuda": 1 << 25}
@@ -105,22 +105,50 @@ def _backward_shape(grad: Tensor, data: Tensor, numel: int, *rest: object) -> Te
     return grad.new_empty((*grad.shape[:-1], numel))
 
 
-def _remember(ctx: FunctionCtx, inputs: tuple[object, ...], output: Tensor) -> None:
+# -- derivatives: y is linear in x and in the bias, and grad_x is linear in grad_y ----------------------------------
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, data, format, peak, table, bias = inputs
-    ctx.save_for_backward(data, table)  # type: ignore[arg-type]
-    ctx.recipe = format, peak  # type: ignore[attr-defined]
-    ctx.numel = x.shape[-1]  # type: ignore[attr-defined]
-    ctx.bias_dtype = None if bias is None else bias.dtype  # type: ignore[attr-defined]
+    remember_tensors(ctx, data, table)
+    ctx.recipe, ctx.numel = (format, peak), x.shape[-1]
+    ctx.bias = None if bias is None else (bias.dtype, bias.shape)
+    ctx.out = output.dtype, output.shape
 
 
-def _gradients(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     data, table = ctx.saved_tensors
     of_x = of_bias = None
-    if ctx.needs_input_grad[0]:
+    if ctx.wanted[0]:
         of_x = torch.ops.narrowcast.linear_backward(grad, data, ctx.numel, *ctx.recipe, table)
-    if ctx.needs_input_grad[5]:
-        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
+    if ctx.wanted[5]:
+        dtype, shape = ctx.bias
+        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0).sum_to_size(shape).to(dtype)
     return of_x, None, None, None, None, of_bias
+
+
+def _tangents(ctx: Any, of_x: Tensor | None, *rest: Tensor | None) -> Tensor | None:
+    (data, table), of_bias, (dtype, shape) = ctx.saved_tensors, rest[-1], ctx.out
+    if of_x is None:
+        return None if of_bias is None else of_bias.to(dtype).expand(shape).clone()
+    y: Tensor = torch.ops.narrowcast.linear(of_x, data, *ctx.recipe, table, None)
+    return y if of_bias is None else y + of_bias.to(dtype)
+
+
+def _remember_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, data, numel, format, peak, table = inputs
+    remember_tensors(ctx, data, table)
+    ctx.recipe, ctx.numel = (format, peak), numel
+
+
+def _gradients_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    data, table = ctx.saved_tensors
+    return torch.ops.narrowcast.linear(grad, data, *ctx.recipe, table, None), None, None, None, None, None
+
+
+def _tangents_backward(ctx: Any, of_grad: Tensor, *rest: None) -> Tensor:
+    data, table = ctx.saved_tensors
+    return torch.ops.narrowcast.linear_backward(of_grad, data, ctx.numel, *ctx.recipe, table)  # type: ignore[no-any-return]
 
 
 OPERATORS: list[Operator] = [
@@ -132,4 +160,8 @@ OPERATORS: list[Operator] = [
         _backward_shape,
     ),
 ]
-register_autograd("narrowcast::linear", _gradients, setup_context=_remember, lib=declare(OPERATORS))
+_library = declare(OPERATORS)
+differentiable("linear", Rule(_remember, _gradients, _tangents), _library)
+differentiable("linear_backward", Rule(_remember_backward, _gradients_backward, _tangents_backward), _library)
+for _operator in (torch.ops.narrowcast.linear, torch.ops.narrowcast.linear_backward):
+    batched(_operator.__name__, _operator, _library)  # the dimensions in front of x's last are all a batch

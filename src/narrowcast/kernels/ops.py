@@ -19,6 +19,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from narrowcast.errors import KernelWarning
 from narrowcast.kernels.contract import Kernel as Kernel
@@ -253,5 +254,11 @@ def unwatched(tensor: Tensor) -> bool:
         and not torch._C._autograd._profiler_enabled()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
         and tensor.device.type != "meta"
     )
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is at work here."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
