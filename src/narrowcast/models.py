@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from narrowcast.codecs import codec
 from narrowcast.errors import CheckpointError, LoadWarning, ModelMismatchError, StateDictError
 from narrowcast.nn import FakeQuantize, adopt, encodings
+from narrowcast.nn.encodings import stored_state
+from narrowcast.nn.extra_state import KEY, unpack
 from narrowcast.nn.input_grids import Inputs, adopt_inputs, input_keys, quantized_inputs
 from narrowcast.nn.placing import check_whole_tensors, holders, new_tensor, put, twin_of
 from narrowcast.nn.slots import join, survey
@@ -60,7 +62,7 @@ def save(
 def state_of(model: nn.Module) -> State:
     """A model's state dict, in which encoded weights say what they are."""
     known = encodings(model)
-    state: dict[str, Tensor] = model.state_dict()
+    state = stored_state(model)
     return {name: EncodedRows(value, *known[name]) if name in known else value for name, value in state.items()}
 
 
@@ -132,17 +134,18 @@ def _new_inputs(found: Checkpoint, model: nn.Module) -> Inputs:
 
 def _sources(found: Checkpoint, model: nn.Module, inputs: Inputs, strict: bool) -> dict[str, str]:
     """For each key of the model, the stored tensor that it gets."""
-    present = model.state_dict(keep_vars=True)
-    keys = [*present, *(key for layer in inputs for key in input_keys(layer))]
+    present = stored_state(model, keep_vars=True)
     stored = {name: name for name in found.file_of} | found.tied
+    keys = [*present, *(key for layer in inputs for key in input_keys(layer))]
+    keys += [key for key in _observed(model, stored) if key not in present]
     sources = {key: stored[key] for key in keys if key in stored}
     # Writers that know no ties leave all names of a tensor out but one: the model knows which those are.
     by_tensor = {id(present[key]): source for key, source in sources.items() if key in present}
     sources |= {
         key: by_tensor[id(value)] for key, value in present.items() if id(value) in by_tensor and key not in stored
     }
-    missing = [key for key in keys if key not in sources]
-    known = {*keys}
+    missing = [key for key in keys if key not in sources and key.rpartition(".")[2] != KEY]  # new with this version
+    known = {*keys} | {join(name, KEY) for name, _ in model.named_modules(remove_duplicate=False)}
     unexpected = [name for name in stored if name not in known]
     if strict and (missing or unexpected):
         raise ModelMismatchError(
@@ -152,10 +155,17 @@ def _sources(found: Checkpoint, model: nn.Module, inputs: Inputs, strict: bool) 
     return sources
 
 
+def _observed(model: nn.Module, stored: Mapping[str, str]) -> list[str]:
+    """What files hold of observers, which a quantizer takes on as the file has them."""
+    starts = tuple(join(name, "observer.") for name, some in model.named_modules() if isinstance(some, FakeQuantize))
+    return [key for key in stored if key.startswith(starts)]
+
+
 def _tied_once(found: Checkpoint, model: nn.Module, sources: dict[str, str]) -> dict[str, str]:
     """The same sources, but one for all keys that are one tensor in the model: writers that know no ties store each."""
     first: dict[int, str] = {}
-    for key, value in model.state_dict(keep_vars=True).items():
+    keys = stored_state(model, keep_vars=True)
+    for key, value in keys.items():
         if key not in sources:
             continue
         other = first.setdefault(id(value), key)
@@ -164,7 +174,6 @@ def _tied_once(found: Checkpoint, model: nn.Module, sources: dict[str, str]) -> 
                 f"{found.path}: {other!r} and {key!r} are one tied tensor in the model, but two different ones in the "
                 "file. Untie them in the model, or store the one that counts. The model is as it was."
             )
-    keys = model.state_dict(keep_vars=True)
     return {key: sources[first[id(keys[key])]] if key in keys else source for key, source in sources.items()}
 
 
@@ -206,6 +215,7 @@ def _declared(found: Checkpoint, model: nn.Module, sources: Mapping[str, str]) -
         if spec is not None and found.stored[source].dtype == torch.uint8:
             _, shape, dtype = own.get(key, (None, keys[key].shape, keys[key].dtype))
             made[source] = Encoding(codec(spec), shape, dtype)
+            _check_said(found, source, made[source])
     return made
 
 
@@ -237,6 +247,18 @@ def _decoded(
     return decoded
 
 
+def _check_said(found: Checkpoint, source: str, encoding: Encoding) -> None:
+    """Whether what a state dict said of its rows is what config.json says."""
+    module, _, parameter = source.rpartition(".")
+    key = join(module, KEY)
+    facts = unpack(found.tensor(key), key).get(parameter) if key in found.file_of else None
+    if facts is not None and facts[0] != encoding.codec.spec:
+        raise ModelMismatchError(
+            f"{found.path}: the rows of {source!r} are {encoding.codec.spec!r} by config.json and {facts[0]!r} by "
+            f"{key!r} in the files, which are of another save. Save the folder again. The model is as it was."
+        )
+
+
 def _words(encoding: Encoding) -> str:
     return f"{encoding.codec.spec!r} of {str(encoding.dtype).removeprefix('torch.')} {list(encoding.shape)}"
 
@@ -253,8 +275,9 @@ def _check_fit(
             adopt_inputs(twin, inputs)
         except StateDictError as error:
             raise StateDictError(f"{found.path}: {error} The model is as it was.") from error
-    keys, stored = twin.state_dict(), found.stored
+    keys, stored = stored_state(twin), found.stored
     grids = {key for name, module in twin.named_modules() for key in _checked_grid(found, module, name, sources)}
+    grids |= {*_observed(twin, sources)}
     for key, source in sources.items():
         if key in grids:
             continue
@@ -268,10 +291,10 @@ def _check_fit(
 
 
 def _checked_grid(found: Checkpoint, module: nn.Module, name: str, sources: Mapping[str, str]) -> list[str]:
-    """The keys of a quantizer's levels and clips, which it accepts itself: it takes on the sign of the file's grid."""
+    """The keys that a quantizer accepts itself: it takes on the sign of the file's grid, and the file's observer."""
     if not isinstance(module, FakeQuantize):
         return []
-    keys = [key for key in (join(name, "levels"), join(name, "alpha")) if key in sources]
+    keys = [key for key in (join(name, "levels"), join(name, "alpha"), join(name, KEY)) if key in sources]
     try:
         fits = module.check_state({key: found.tensor(sources[key]) for key in keys}, join(name, ""))
     except StateDictError as error:
@@ -300,7 +323,10 @@ def _assign(
     fresh: set[str],
 ) -> None:
     """Give every key its tensor. What is `fresh` has memory that nobody holds: mapped tensors take its place."""
-    keys, mapped = model.state_dict(keep_vars=True), found.mapped()
+    for name, module in model.named_modules():
+        if isinstance(module, FakeQuantize) and join(name, KEY) in sources:
+            module.set_extra_state(found.tensor(sources[join(name, KEY)]))
+    keys, mapped = stored_state(model, keep_vars=True), found.mapped()
     made: dict[str, Tensor] = {}
     placed: dict[int, Tensor] = {}
     for key, source in sources.items():

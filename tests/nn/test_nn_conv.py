@@ -99,7 +99,7 @@ def test_autocast_applies() -> None:
 
 def test_integers_are_refused() -> None:
     module, _, x = pair(2, "int8")
-    with pytest.raises(DtypeError, match=r"x: expected float32.*got int64"):
+    with pytest.raises(DtypeError, match=r"input: expected float32.*got int64"):
         module(x.long())
 
 

@@ -322,12 +322,12 @@ def test_missing_and_unexpected_keys_are_torchs_to_report() -> None:
         (
             torch.zeros(2, 71),
             ShapeError,
-            r"x: expected \[\.\.\., 70\], since the layer has in_features=70, got \[2, 71\]",
+            r"input: expected \[\.\.\., 70\], since the layer has in_features=70, got \[2, 71\]",
         ),
         (torch.zeros(()), ShapeError, r"got \[\]"),
-        (torch.zeros(2, 70, dtype=torch.uint8), DtypeError, r"x: expected float32.*got uint8.*weight.dtype.*rules="),
+        (torch.zeros(2, 70, dtype=torch.uint8), DtypeError, r"input: expected float32.*got uint8.*weight.dtype.*rules="),
         (torch.zeros(2, 70, dtype=torch.complex64), DtypeError, "complex64"),
-        (torch.zeros(2, 70, device="meta"), ShapeError, r"x: is on meta, the weight on cpu. Call model.to\('meta'\)"),
+        (torch.zeros(2, 70, device="meta"), ShapeError, r"input: is on meta, the weight on cpu. Call model.to\('meta'\)"),
     ],
 )
 def test_an_x_that_does_not_fit_is_refused(x: Tensor, error: type[Exception], says: str) -> None:

@@ -18,7 +18,7 @@ from narrowcast.codecs import checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.errors import ShapeError
 from narrowcast.kernels.layout import layout
-from narrowcast.nn.encoded import Encoded
+from narrowcast.nn.encoded import Encoded, keep_dtype
 
 CODEC = as_codec("int8:block=row")
 TILE = 1 << 22
@@ -115,7 +115,7 @@ class Int8Rows(nn.Module):
             self.write_scales(scales)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Rows:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(lambda tensor: keep_dtype(fn, tensor), recurse)  # type: ignore[no-untyped-call]
         dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
         if dtype in checks.FLOATS and dtype != self.dtype:
             self.dtype = dtype
@@ -135,6 +135,9 @@ class Int8Weight(Encoded):
     rows: Int8Rows
     bias_optional = False
     """Whether a state dict may do without the bias."""
+    # The state dict is gpt-fast's own, which has int8 codes and scales: they say what they are.
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
 
     def _take(self, rows: Int8Rows) -> None:
         vars(self).update(_held={}, _float_dtype=rows.dtype, _float_class=self.float_class)

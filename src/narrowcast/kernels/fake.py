@@ -7,7 +7,7 @@ other number beyond the outermost levels; a NaN stays one.
 
 Gradients are straight-through: of x, the gradient where levels[0] <= v <= levels[-1] and zero beyond; of a scale, the
 sum over its slice of grad * (q - v) inside and grad * q beyond: LSQ's step and APoT's reparameterized clipping, in
-units of the grid. The terms are fp32, their sum is fp64 in an order that depends on the shape and the machine alone,
+units of the grid. Forward-mode tangents follow the same rule. The terms are fp32, their sum is fp64 in an order that depends on the shape and the machine alone,
 never on threads; a NaN in x makes it NaN. They have no gradients of their own.
 
 Scales are trusted to be finite and at least FLT_MIN in magnitude. fp64 is computed in fp32, as codecs do. Results lie
@@ -16,14 +16,16 @@ in memory as x does; autocast does not touch any of it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.library import register_autograd
 
 from narrowcast.errors import DtypeError, GradientError, ShapeError
 from narrowcast.kernels import ops
 from narrowcast.kernels.declare import Operator, declare
+from narrowcast.kernels.derivatives import Rule, batched, differentiable, remember_tensors
 from narrowcast.kernels.layout import Grid
 
 __all__ = ["Grid", "fake_quantize"]
@@ -128,18 +130,36 @@ def _backward_shape(grad: Tensor, x: Tensor, scale: Tensor, *rest: object) -> tu
     return torch.empty_like(x), torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
 
 
-def _remember(ctx: FunctionCtx, inputs: tuple[object, ...], output: Tensor | None = None) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any = None) -> None:
     *tensors, uniform, axis = inputs
-    ctx.save_for_backward(*tensors)  # type: ignore[arg-type]
-    ctx.rest = uniform, axis  # type: ignore[attr-defined]
+    remember_tensors(ctx, *tensors)
+    ctx.rest = uniform, axis
 
 
-def _gradients(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_x, of_scale = torch.ops.narrowcast.fake_quantize_backward(grad, *ctx.saved_tensors, *ctx.rest)
     return of_x, of_scale, None, None, None, None
 
 
-def _refuse(ctx: FunctionCtx, *grads: Tensor) -> None:
+def _tangents(ctx: Any, of_x: Tensor | None, of_scale: Tensor | None, *rest: None) -> Tensor:
+    """The same rule the other way: of x inside the clips, of a scale q - v inside and q beyond."""
+    (x, scale, levels, thresholds), (_, axis) = ctx.saved_tensors, ctx.rest
+    each = scale.reshape(_along(x, axis))
+    v = x.float() * (1 / each)
+    inside = (levels[0] <= v) & (v <= levels[-1])
+    total = torch.zeros_like(v) if of_x is None else torch.where(inside, of_x.float(), 0.0)
+    if of_scale is not None:
+        q = torch.ops.narrowcast.fake_quantize(x.float(), scale, levels, thresholds, *ctx.rest) / each
+        total = total + torch.where(inside, q - v, q) * of_scale.float().reshape(_along(x, axis))
+    return total.to(x.dtype)
+
+
+def _along(x: Tensor, axis: int) -> list[int]:
+    """The shape in which one scale for each slice along `axis` meets x."""
+    return [-1 if place == axis else 1 for place in range(x.dim())]
+
+
+def _refuse(ctx: Any, *grads: object) -> Any:
     raise GradientError(
         "fake_quantize was differentiated twice: its straight-through gradient is a rule, not a derivative, and has "
         "none of its own. Usual cause: a gradient penalty or create_graph=True over quantized layers. "
@@ -162,11 +182,22 @@ class _StraightThrough(torch.autograd.Function):
         return *backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None
 
 
+def _remember_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Nothing is asked again."""
+
+
+def _batch_of_x(x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, uniform: bool, axis: int) -> Tensor:
+    place = axis if axis < 0 else axis + 1
+    return torch.ops.narrowcast.fake_quantize(x, scale, levels, thresholds, uniform, place)  # type: ignore[no-any-return]
+
+
 _REST = "Tensor x, Tensor scale, Tensor levels, Tensor thresholds, bool uniform, int axis"
 OPERATORS: list[Operator] = [
     ("fake_quantize", f"({_REST}) -> Tensor", forward, _shape),
     ("fake_quantize_backward", f"(Tensor grad, {_REST}) -> (Tensor, Tensor)", backward, _backward_shape),
 ]
 _library = declare(OPERATORS)
-register_autograd("narrowcast::fake_quantize", _gradients, setup_context=_remember, lib=_library)
-register_autograd("narrowcast::fake_quantize_backward", _refuse, lib=_library)
+differentiable("fake_quantize", Rule(_remember, _gradients, _tangents), _library)
+differentiable("fake_quantize_backward", Rule(_remember_nothing, _refuse, _refuse), _library)
+batched("fake_quantize", _batch_of_x, _library)
+batched("fake_quantize_backward", None, _library)

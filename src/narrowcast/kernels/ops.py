@@ -260,5 +260,7 @@ def unwatched(tensor: Tensor) -> bool:
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is at work here."""
+    """Whether a transform of torch.func or forward-mode differentiation is at work here. Compilers trace their own."""
+    if torch.compiler.is_compiling():
+        return False
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

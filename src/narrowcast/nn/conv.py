@@ -18,7 +18,9 @@ from narrowcast.nn.encoded import OneWeight
 from narrowcast.nn.linear import as_autocast
 
 
-class _Conv(OneWeight):
+class Convolution(OneWeight):
+    """What convolutions share."""
+
     convolve: ClassVar[Callable[..., Tensor]]
     bias: nn.Parameter | None
     in_channels: int
@@ -31,16 +33,20 @@ class _Conv(OneWeight):
     padding_mode: str
     _reversed_padding_repeated_twice: list[int]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = as_autocast(x)
+    def forward(self, input: Tensor) -> Tensor:
+        x = as_autocast(input)
         if x.dtype not in checks.FLOATS:
             kind = str(x.dtype).removeprefix("torch.")
-            raise DtypeError(f"x: expected float32, bfloat16, float16 or float64, got {kind}. Pass x.float().")
+            raise DtypeError(f"input: expected float32, bfloat16, float16 or float64, got {kind}. Pass input.float().")
+        return self.convolved(x, self.bias)
+
+    def convolved(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x convolved with the decoded weight, in x's dtype."""
         padding = self.padding
         if self.padding_mode != "zeros":
             x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = (0,) * len(self.kernel_size)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
         weight = self.decoded(x.dtype)
         return type(self).convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
@@ -53,21 +59,21 @@ class _Conv(OneWeight):
         )
 
 
-class Conv1d(_Conv):
+class Conv1d(Convolution):
     """torch.nn.Conv1d on encoded rows."""
 
     float_class = nn.Conv1d
     convolve = F.conv1d
 
 
-class Conv2d(_Conv):
+class Conv2d(Convolution):
     """torch.nn.Conv2d on encoded rows."""
 
     float_class = nn.Conv2d
     convolve = F.conv2d
 
 
-class Conv3d(_Conv):
+class Conv3d(Convolution):
     """torch.nn.Conv3d on encoded rows."""
 
     float_class = nn.Conv3d

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import DtypeError
-from narrowcast.nn.encoded import OneWeight
+from narrowcast.nn.encoded import OneWeight, as_bytes
 
 
 class Embedding(OneWeight):
@@ -33,7 +33,7 @@ class Embedding(OneWeight):
             kind = str(input.dtype).removeprefix("torch.")
             raise DtypeError(f"input: an embedding takes indices in int32 or int64, got {kind}. Pass input.long().")
         codec, shape = self._held["weight"][:2]
-        rows = self.weight.index_select(0, input.reshape(-1))
+        rows = as_bytes(self.weight).index_select(0, input.reshape(-1))
         return codec.decode(rows, shape[1], self._float_dtype).view(*input.shape, shape[1])
 
     def extra_repr(self) -> str:

@@ -4,8 +4,10 @@ An `Encoded` module keeps a weight as a uint8 Parameter of shape [..., row_bytes
 had, so that a state dict keeps its keys; `_held` says which of its parameters are rows, in which codec, and what they
 stand for. It promises:
 
-- The dtype of its floats follows `.to(...)`, `.half()` and the like, though no float weight is left to follow them.
-- A state dict of another layout is refused with the reason, before anything of this module is loaded.
+- The dtype of its floats follows `.to(...)`, `.half()`, `.type(...)` and the like, though no float weight is left to
+  follow them. Rows stay bytes whatever the module is cast to; rows that are none any more are refused.
+- A state dict says what its rows are (extra_state.py). One of another layout, codec or shape is refused with the
+  reason, before anything of this module is loaded.
 - A float module becomes an encoded one, and the other way round, by a change of its class, in place: names, hooks,
   biases, buffers and whoever holds a reference to it do not notice.
 
@@ -23,8 +25,15 @@ from torch import Tensor, nn
 
 from narrowcast.codecs import Codec, checks
 from narrowcast.codecs.rules import CodecLike
-from narrowcast.errors import QuantizeError, StateDictError
+from narrowcast.errors import DtypeError, QuantizeError, StateDictError
+from narrowcast.nn import extra_state
 from narrowcast.payload import Encoding
+
+
+OTHER_CODEC = (
+    "It was quantized with another codec, or is another model's: call quantize_ with the codec (and rules) it was saved "
+    "with, or use narrowcast.save and narrowcast.load, which keep the codec of every weight in the file."
+)
 
 
 class Held(NamedTuple):
@@ -41,7 +50,11 @@ class Held(NamedTuple):
     def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight of these rows, row by row."""
         numel = _row_numel(self.shape, rows.dim() - 1)
-        return self.codec.decode(rows.detach(), numel, dtype).view(self.shape)
+        return self.codec.decode(as_bytes(rows).detach(), numel, dtype).view(self.shape)
+
+    def facts(self) -> list[Any]:
+        """What a state dict says about these rows."""
+        return [self.codec.spec, list(self.shape)]
 
 
 class Encoded(nn.Module):
@@ -85,16 +98,24 @@ class Encoded(nn.Module):
         return Encoding(held.codec, held.shape, self._float_dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Encoded:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        rows = {id(self._parameters[name]) for name in self._held}
+        super()._apply(lambda t: keep_dtype(fn, t) if id(t) in rows else fn(t), recurse)  # type: ignore[no-untyped-call]
         # What `fn` makes of an empty tensor tells the dtype; a buffer for that would be in everybody's way.
         dtype = fn(torch.empty(0, dtype=self._float_dtype, device="cpu")).dtype
         if dtype in checks.FLOATS:
             self._float_dtype = dtype
         return self
 
+    def get_extra_state(self) -> Tensor:
+        return extra_state.pack({name: held.facts() for name, held in self._held.items()})
+
+    def set_extra_state(self, state: Any) -> None:
+        check_facts(self, extra_state.unpack(state, extra_state.KEY), "")
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         check_rows(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        extra_state.not_missing(rest[2], prefix)
 
 
 EncodedModule = TypeVar("EncodedModule", bound=Encoded)
@@ -153,6 +174,23 @@ def restore(module: Encoded, decoded: dict[int, nn.Parameter]) -> None:
         del vars(module)[name]
 
 
+def as_bytes(rows: Tensor) -> Tensor:
+    """Rows, if they still are: the one place that looks, for every module."""
+    if rows.dtype is not torch.uint8:
+        raise DtypeError(
+            f"weight: encoded rows are uint8, and these are {str(rows.dtype).removeprefix('torch.')}. Something cast "
+            "the bytes themselves (p.data = p.data.float(), for example). To change the dtype of a model's floats call "
+            "model.to(dtype), which leaves rows alone; to get these back, load them again."
+        )
+    return rows
+
+
+def keep_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What `fn` (of `Module._apply`) makes of a tensor, but for its dtype."""
+    made = fn(tensor)
+    return made if made.dtype == tensor.dtype else tensor.to(made.device)
+
+
 def as_parameter(rows: Tensor) -> nn.Parameter:
     return nn.Parameter(rows, requires_grad=False)
 
@@ -171,7 +209,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 
 def check_rows(module: Encoded, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Refuse a state dict in which this module's rows are floats, or rows of another width."""
+    """Refuse a state dict in which this module's rows are floats, or rows of another width, codec or weight."""
     for name, held in module._held.items():
         found, rows = state_dict.get(prefix + name), module._parameters[name]
         if not isinstance(found, Tensor) or rows is None:
@@ -183,6 +221,24 @@ def check_rows(module: Encoded, state_dict: Mapping[str, Any], prefix: str) -> N
             f"{held.codec.spec!r}, the state dict has {str(found.dtype).removeprefix('torch.')} {list(found.shape)}. "
             + _what_to_do(found)
         )
+    facts = extra_state.facts_in(state_dict, prefix)
+    if facts is not None:
+        check_facts(module, facts, prefix)
+
+
+def check_facts(module: Encoded, facts: Mapping[str, Any], prefix: str) -> None:
+    """Refuse rows that a state dict describes otherwise than this module does."""
+    for name in {**module._held, **facts}:
+        here, there = (module._held[name].facts() if name in module._held else None), facts.get(name)
+        if here != there:
+            raise StateDictError(
+                f"state_dict[{prefix + name!r}]: this weight is held as {_described(here)}, the state dict has "
+                f"{_described(there)}. {OTHER_CODEC}"
+            )
+
+
+def _described(facts: list[Any] | None) -> str:
+    return "floats" if facts is None else f"rows of codec {facts[0]!r} for a weight of {facts[1]}"
 
 
 def _what_to_do(found: Tensor) -> str:
@@ -191,10 +247,7 @@ def _what_to_do(found: Tensor) -> str:
             "It comes from the model before it was quantized: load it first and call quantize_ then, or call "
             "dequantize_(model), load, and quantize_ again."
         )
-    return (
-        "It was quantized with another codec: call quantize_ with the codec (and rules) it was saved with, or use "
-        "narrowcast.save and narrowcast.load, which keep the codec of every weight in the file."
-    )
+    return OTHER_CODEC
 
 
 def _row_numel(shape: torch.Size, lead: int) -> int:

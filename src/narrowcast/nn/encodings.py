@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from narrowcast.errors import StateDictError
 from narrowcast.nn.convert import as_module, finish, place
 from narrowcast.nn.encoded import Encoded
+from narrowcast.nn.extra_state import KEY
 from narrowcast.nn.slots import Survey, Weight, join, survey
 from narrowcast.payload import EncodedRows, Encoding
 
@@ -28,6 +29,15 @@ def encodings(model: nn.Module) -> dict[str, Encoding]:
         if isinstance(module, Encoded)
         for parameter in module._held
     }
+
+
+def stored_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
+    """The state dict as files have it: without what encoded modules say in it, which `encodings` says."""
+    state: dict[str, Tensor] = model.state_dict(keep_vars=keep_vars)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Encoded):
+            state.pop(join(name, KEY), None)
+    return state
 
 
 def adopt(model: nn.Module, wanted: Mapping[str, Encoding]) -> None:

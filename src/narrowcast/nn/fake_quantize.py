@@ -14,13 +14,15 @@ parameter and its gradient is multiplied by 1 / sqrt(n * top). The default is th
   mode, compilation and several ranks, which would each start from data of their own, are refused.
 - `signed=None` decides at the start: inputs that are never negative get the unsigned grid where there is one.
 - An alpha that training drives to zero, below, or to infinity or NaN counts as FLOOR. The gradient passes, so that it
-  can recover; `floored` counts how often that happened, and a ClipWarning says it once (compiled code only counts).
+  can recover; `floored` counts how often that happened, and a ClipWarning says it once (compiled code only counts, and
+  transforms of torch.func, which may not change a buffer, do not).
 - `normalize` divides by the tensor's standard deviation and takes its mean away first, as the paper does to weights,
   with gradients through both ("through") or not ("detached"). The deviation is multiplied back onto the scale, so that
   the layer needs no batch norm behind it, and the packed layer is an ordinary one. The mean stays away.
 - `learn=False` keeps alpha out of the optimizer. With an `observer` it then follows the data of every training batch.
 
-A state dict holds the levels. One of another grid is refused, and nothing of it is loaded.
+A state dict holds the levels, and what else the results depend on (quantizer_state.py). One of another grid is refused,
+and nothing of it is loaded.
 """
 
 from __future__ import annotations
@@ -35,13 +37,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowcast.codecs.rules import CodecLike
-from narrowcast.errors import CalibrationError, ClipWarning, ShapeError, SpecError, StateDictError
+from narrowcast.errors import CalibrationError, ClipWarning, ShapeError, SpecError
+from narrowcast.kernels import ops
 from narrowcast.kernels.fake import fake_quantize
 from narrowcast.kernels.layout import Grid
+from narrowcast.nn import extra_state
 from narrowcast.nn.clips import check_start, clip_of, scale_of
+from narrowcast.nn.encoded import keep_dtype
 from narrowcast.nn.grids import CodecGrid, codec_grid, has_unsigned, trainable
-from narrowcast.nn.normalize import Normalize
-from narrowcast.nn.observers import Observer, keep_dtype, make_observer
+from narrowcast.nn.normalize import normalized
+from narrowcast.nn.observers import Observer, make_observer
+from narrowcast.nn.quantizer_state import check_state, facts_of, take_facts
 from narrowcast.nn.straight_through import FLOOR, Way, quantized, surely_good
 
 LOOK_EVERY = 128
@@ -139,8 +145,7 @@ class FakeQuantize(nn.Module):
         return x.numel() // (1 if self.batch_axis is None else max(x.shape[self.batch_axis], 1))
 
     def _normalized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.float()
-        centred, deviation = Normalize.apply(x, self.normalize == "through")  # type: ignore[no-untyped-call]
+        centred, deviation = normalized(x.float(), self.normalize == "through")
         if not surely_good(deviation.detach()):
             # A constant tensor is all mean: what is left of it is zero, whatever it is divided by.
             deviation = torch.where(deviation >= FLOOR, deviation, 1.0)
@@ -153,7 +158,7 @@ class FakeQuantize(nn.Module):
         if surely_good(fixed):
             return alpha if factor == 1.0 else fixed + (alpha - fixed) * factor
         good = (fixed >= FLOOR) & (fixed < math.inf)
-        if self.training:
+        if self.training and not ops.transformed():  # where nothing outside may change
             self._report(good)
         passing = torch.where(fixed.isfinite(), alpha, fixed.new_zeros(()))
         return torch.where(good, fixed, FLOOR) + (passing - passing.detach()) * factor
@@ -255,6 +260,8 @@ class FakeQuantize(nn.Module):
         why = ""
         if torch.compiler.is_compiling():
             why = "the model is being compiled, and a start cannot be"
+        elif ops.transformed():
+            why = "a transform of torch.func or forward-mode differentiation is at work, and a start cannot be inside"
         elif not self.training:
             why = "the model is in eval mode, where nothing is learned"
         elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -276,36 +283,26 @@ class FakeQuantize(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> FakeQuantize:
         return super()._apply(lambda tensor: keep_dtype(fn, tensor), recurse)  # type: ignore[no-any-return,no-untyped-call]
 
+    def get_extra_state(self) -> Tensor:
+        return extra_state.pack(facts_of(self))
+
+    def set_extra_state(self, state: Any) -> None:
+        take_facts(self, extra_state.unpack(state, extra_state.KEY))
+
     def check_state(self, state_dict: Mapping[str, Any], prefix: str) -> CodecGrid | None:
         """The grid that a state dict was made with, refused if it is not one of this codec's; None if it has none."""
-        levels, alpha = state_dict.get(prefix + "levels"), state_dict.get(prefix + "alpha")
-        if not isinstance(levels, Tensor) or not isinstance(alpha, Tensor):
-            return None
-        signs = [True, False] if self.signed is None and has_unsigned(self.codec) else [self.signed is not False]
-        grids = [codec_grid(self.codec, sign) for sign in signs]
-        fitting = [made for made in grids if torch.equal(made.grid.levels, levels.detach().float().cpu())]
-        if not fitting:
-            raise StateDictError(
-                f"state_dict[{prefix + 'levels'!r}]: it was trained on another grid, with {levels.numel()} levels from "
-                f"{float(levels[0]):g} to {float(levels[-1]):g}, and this one is {self.codec.spec!r}, with "
-                f"{_described(grids)}. Prepare the model with the codecs (and signs) it was trained with. Nothing was "
-                "loaded."
-            )
-        if self.alpha.numel() and alpha.shape != self.alpha.shape:
-            raise StateDictError(
-                f"state_dict[{prefix + 'alpha'!r}]: it has {alpha.numel()} clip(s), and this quantizer "
-                f"{self.alpha.numel()}. One of them is per channel, the other per tensor, or the layer has another "
-                "size. Nothing was loaded."
-            )
-        return fitting[0]
+        return check_state(self, state_dict, prefix)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        found = self.check_state(state_dict, prefix)
+        found, facts = self.check_state(state_dict, prefix), extra_state.facts_in(state_dict, prefix)
+        if facts is not None:  # first of all: with an observer, its keys are expected ones
+            take_facts(self, facts)
         if found is not None:
             self._take(found)
             if not self.alpha.numel():
                 self.alpha.data = torch.ones_like(state_dict[prefix + "alpha"], device=self.alpha.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        extra_state.not_missing(rest[2], prefix)
         if found is not None and self.levels.device != self.thresholds.device:  # assigned to a model on meta
             self.thresholds = found.grid.thresholds.to(self.levels.device)
         if self.started.device.type != "meta":
@@ -315,13 +312,6 @@ class FakeQuantize(nn.Module):
         kind = f"{self.codec.spec!r}, channel_axis={self.channel_axis}, learn={self.alpha.requires_grad}"
         sign = "signed" if self._signed else "unsigned"
         return f"{kind}, {sign}" + ("" if self._ready else ", not started")
-
-
-def _described(grids: list[CodecGrid]) -> str:
-    ranges = [
-        f"{len(levels)} from {levels[0]:g} to {levels[-1]:g}" for levels in (m.grid.levels.tolist() for m in grids)
-    ]
-    return " or ".join(ranges)
 
 
 def _check_axis(x: Tensor, axis: int, channels: int) -> None:

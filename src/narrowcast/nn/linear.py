@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.errors import DtypeError, ShapeError
-from narrowcast.nn.encoded import Held, OneWeight, as_parameter
+from narrowcast.nn.encoded import Held, OneWeight, as_bytes, as_parameter
 from narrowcast.payload import encode_rows
 
 
@@ -55,9 +55,9 @@ class Linear(OneWeight):
     def out_features(self) -> int:
         return self._held["weight"].shape[0]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         codec, shape = self._held["weight"][:2]
-        return linear_on_rows(x, self.weight, codec, shape[1], self.bias)
+        return linear_on_rows(input, self.weight, codec, shape[1], self.bias)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -69,15 +69,15 @@ def linear_on_rows(x: Tensor, rows: Tensor, codec: Codec, numel: int, bias: Tens
     x = as_autocast(x)
     if x.dtype not in checks.FLOATS:
         raise DtypeError(
-            f"x: expected float32, bfloat16, float16 or float64, got {str(x.dtype).removeprefix('torch.')}. Some "
+            f"input: expected float32, bfloat16, float16 or float64, got {str(x.dtype).removeprefix('torch.')}. Some "
             "models cast their activations to weight.dtype, which is uint8 for encoded rows: leave such a layer as it "
             'is with quantize_(..., rules={"its name": None}).'
         )
     if x.dim() == 0 or x.shape[-1] != numel:
-        raise ShapeError(f"x: expected [..., {numel}], since the layer has in_features={numel}, got {list(x.shape)}.")
+        raise ShapeError(f"input: expected [..., {numel}], since the layer has in_features={numel}, got {list(x.shape)}.")
     if x.device != rows.device:
-        raise ShapeError(f"x: is on {x.device}, the weight on {rows.device}. Call model.to({str(x.device)!r}) first.")
-    return codec.linear(x, rows, bias)
+        raise ShapeError(f"input: is on {x.device}, the weight on {rows.device}. Call model.to({str(x.device)!r}) first.")
+    return codec.linear(x, as_bytes(rows), bias)
 
 
 def as_autocast(x: Tensor) -> Tensor:

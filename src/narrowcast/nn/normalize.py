@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast.kernels import ops
+
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """x without its mean, and its deviation."""
@@ -25,6 +27,15 @@ def through_moments(of_centred: Tensor, of_deviation: Tensor, centred: Tensor, d
     """The gradient of x."""
     factor = torch.where(deviation > 0, of_deviation / (deviation * centred.numel()), 0.0)
     return torch.addcmul(of_centred - of_centred.mean(), centred, factor)
+
+
+def normalized(x: Tensor, through: bool) -> tuple[Tensor, Tensor]:
+    """x without its mean, and its deviation; differentiable through both if `through`."""
+    if not ops.transformed():
+        return Normalize.apply(x, through)  # type: ignore[no-any-return,no-untyped-call]
+    if through:  # torch's own operations, which have every derivative
+        return moments(x)
+    return x - x.mean().detach(), moments(x)[1].detach()
 
 
 class Normalize(torch.autograd.Function):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import CalibrationError, SpecError
 from narrowcast.nn.clips import SHARE, holding, search
+from narrowcast.nn.encoded import keep_dtype
 from narrowcast.nn.grids import CodecGrid
 
 
@@ -31,6 +32,8 @@ class Observer(nn.Module):
     low: Tensor
     high: Tensor
     batches: Tensor
+    options: tuple[str, ...] = ()
+    """The numbers that its constructor takes, which a state dict then says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,6 +93,8 @@ class MinMax(Observer):
 class MovingAverage(Observer):
     """The batches' extremes; each batch moves them by `momentum` of the way to its own."""
 
+    options = ("momentum",)
+
     def __init__(self, momentum: float = 0.1) -> None:
         super().__init__()
         self.momentum = momentum
@@ -137,6 +142,8 @@ class Histogram(Observer):
 class Percentile(Histogram):
     """A clip that keeps the share `share` of everything seen within."""
 
+    options = ("share",)
+
     def __init__(self, share: float = SHARE) -> None:
         super().__init__()
         self.share = share
@@ -173,7 +180,14 @@ def make_observer(kind: str | Observer) -> Observer:
     return OBSERVERS[kind]()
 
 
-def keep_dtype(fn: Any, tensor: Tensor) -> Tensor:
-    """What `fn` (of `Module._apply`) makes of a tensor, but for its dtype: clips and statistics stay in fp32."""
-    made = fn(tensor)
-    return made if made.dtype == tensor.dtype else tensor.to(made.device)
+def describe(observer: Observer) -> list[Any]:
+    """The name of an observer, or of its class where that is not one of these, and its options."""
+    kind = type(observer)
+    name = next((name for name, known in OBSERVERS.items() if known is kind), f"{kind.__module__}.{kind.__qualname__}")
+    return [name, {option: getattr(observer, option) for option in observer.options}]
+
+
+def described(description: list[Any]) -> Observer:
+    """A new observer that `describe` describes so."""
+    name, options = description
+    return OBSERVERS[name](**options)

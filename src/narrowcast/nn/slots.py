@@ -153,6 +153,8 @@ def _expert_slot(module: nn.Module, parameter: str, weight: Tensor, names: tuple
         return f"shape {list(weight.shape)} is no stack of matrices"
     if isinstance(module, Encoded):
         return Slot(module, parameter, type(module), names, lead=2)
+    if kind.get_extra_state is not nn.Module.get_extra_state:
+        return f"{kind.__name__} has an extra state of its own, where encoded modules say which codec their rows have"
     stacks = tuple(name for name, some in module._parameters.items() if some is not None and some.dim() == 3)
     return Slot(module, parameter, experts_class(kind, stacks), names, lead=2)
 

@@ -46,8 +46,8 @@ def quantized(x: Tensor, alpha: Tensor, way: Way) -> Tensor | None:
 
 
 def surely_good(sizes: Tensor) -> bool:
-    """Whether clips or deviations are in range, where asking costs little: on a CPU, and not while compiling."""
-    if torch.compiler.is_compiling() or sizes.device.type != "cpu" or not sizes.numel():
+    """Whether clips or deviations are in range, where asking costs little: on a CPU, neither compiled nor under vmap."""
+    if torch.compiler.is_compiling() or sizes.device.type != "cpu" or not sizes.numel() or ops.transformed():
         return False
     low, high = torch.aminmax(sizes)
     return low.item() >= FLOOR and high.item() < math.inf  # neither holds of a NaN
