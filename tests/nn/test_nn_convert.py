@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import narrowcast as nc
 from cases import same_bits
 from narrowcast.errors import QuantizeError, SpecError, StateDictError
+from narrowcast.nn.extra_state import KEY
 
 pytestmark = pytest.mark.ambient
 AUTOCAST = pytest.mark.not_in(
@@ -73,7 +74,7 @@ def test_weights_become_rows_and_everything_else_stays() -> None:
     assert report.skips == []
     assert model[1] is linear
     assert torch.equal(linear.weight, nc.codec("int8").encode(weight))
-    assert list(model.state_dict()) == list(before)
+    assert [key for key in model.state_dict() if not key.endswith(KEY)] == list(before)
     now = dict(model.named_parameters())
     assert all(now[key] is value for key, value in others.items())
     assert [module.training for module in model] == [False, True, False, False]
@@ -114,7 +115,7 @@ def test_a_root_linear_becomes_one_itself() -> None:
     alias = model
     report = nc.quantize_(model)
     assert type(alias) is nc.nn.Linear
-    assert list(alias.state_dict()) == ["weight", "bias"]
+    assert list(alias.state_dict()) == ["weight", "bias", KEY]
     assert [entry.name for entry in report.entries] == ["weight"]
     assert alias(torch.randn(2, 16)).shape == (2, 8)
     assert nc.quantize_(nn.Linear(4, 4), rules={"^$": None}).skips == [("weight", "a rule leaves it alone")]

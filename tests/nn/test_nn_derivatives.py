@@ -251,4 +251,6 @@ def test_integer_layers_have_the_derivatives_of_the_trained_ones(kind: str, bias
     point = x.clone().requires_grad_()
     y = compiled(point)
     assert torch.equal(y, quiet)
-    torch.testing.assert_close(torch.autograd.grad(y, point, torch.ones_like(y))[0], outputs[1][0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.autograd.grad(y, point, torch.ones_like(y))[0], outputs[1][0], rtol=1e-4, atol=1e-4
+    )

@@ -12,6 +12,7 @@ import narrowcast as nc
 from cases import same_bits
 from narrowcast.errors import StateDictError
 from narrowcast.nn import adopt, encodings
+from narrowcast.nn.encodings import stored_state
 from narrowcast.payload import EncodedRows, Encoding
 
 
@@ -60,7 +61,7 @@ def meta() -> nn.Module:
 
 def test_every_key_with_rows_is_described(model: nn.Module) -> None:
     described = encodings(model)
-    state = model.state_dict()
+    state = stored_state(model)
     assert set(described) == {key for key, value in state.items() if value.dtype == torch.uint8}
     assert len(described) == 7
     assert described["embed.weight"] == described["head.weight"]

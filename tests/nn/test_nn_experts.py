@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +16,9 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 from cases import same_bits
+from narrowcast.errors import QuantizeError
 from narrowcast.nn.experts import ExpertRows
+from narrowcast.nn.extra_state import KEY
 
 
 class Experts(nn.Module):
@@ -46,7 +51,7 @@ def test_experts_are_encoded_under_the_names_they_had_and_restored() -> None:
         ("up", "Experts", (3, 8, 24)),
         ("down", "Experts", (3, 24, 8)),
     ]
-    assert list(model.state_dict()) == keys
+    assert list(model.state_dict()) == [*keys, KEY]
     assert isinstance(model, Experts)
     assert model.state_dict()["up"].shape == (3, 8, nc.codec("int8:block=row").row_bytes(24))
     y = model(x)
@@ -249,3 +254,91 @@ def test_gpt2_keeps_its_transposed_linears_and_its_tied_embedding(transformers) 
     assert layer.weight.shape == before.shape
     int8 = nc.codec("int8")
     assert same_bits(layer.weight.detach(), int8.decode(int8.encode(before.t().contiguous()), 32).t().contiguous())
+
+
+# -- operators: those of torch.Tensor, all of them -------------------------------------------------------------------
+
+UNARY = [operator.neg, operator.pos, abs]
+BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow]
+COMPARED = [operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge]
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Same type, shape and elements; a NaN is one."""
+    return type(a) is type(b) and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@pytest.mark.parametrize("way", [*BINARY, *COMPARED], ids=lambda way: way.__name__)
+def test_binary_operators_give_what_the_float_tensor_gives(way: Any) -> None:
+    made, weight = rows()
+    for other in (0, 0.5, 2, torch.randn(6, 40), weight):
+        assert alike(way(made, other), way(weight, other)), other
+        if not (way is operator.pow and isinstance(other, Tensor)):  # a negative base has no real power
+            assert alike(way(other, made), way(other, weight)), other
+    assert alike(way(made, made), way(weight, weight))
+    assert alike(way(made[1], 0.5), way(weight[1], 0.5))
+
+
+def test_unary_operators_and_conversions_give_what_the_float_tensor_gives() -> None:
+    made, weight = rows()
+    for way in UNARY:
+        assert same_bits(way(made), way(weight))
+    with pytest.raises((TypeError, RuntimeError)):
+        ~made  # as of any float tensor
+    assert np.array_equal(np.asarray(made), weight.numpy())
+    assert np.array_equal(np.asarray(made, dtype=np.float64), weight.double().numpy())
+    assert bool((made != 0).any()) and isinstance(made == 0, Tensor)
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        bool(made)
+    assert float(weight[0, 0, 0]) in made
+    assert {made: 1}[made] == 1
+
+
+def test_a_transpose_takes_its_dimensions_by_name() -> None:
+    made, weight = rows()
+    assert same_bits(made.transpose(dim0=1, dim1=2).decode(), weight.transpose(1, 2))
+    assert same_bits(made.transpose(dim0=0, dim1=1), weight.transpose(0, 1))
+
+
+def test_data_and_detach_read_as_floats() -> None:
+    made, weight = rows()
+    assert same_bits(made.data * 1, weight)
+    assert same_bits(made.detach().float(), weight)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: operator.imul(w, 2),
+        lambda w: operator.iadd(w, 1.0),
+        lambda w: operator.setitem(w, 0, 0.0),
+        lambda w: w.mul_(2),
+        lambda w: w.data.zero_(),
+        lambda w: w.fill_(0),
+        lambda w: torch.relu_(w),
+        lambda w: F.relu(w, inplace=True),
+        lambda w: torch.add(torch.ones(4, 6, 40), 1, out=w),
+        lambda w: nn.init.zeros_(w),
+        lambda w: w.requires_grad_(True),
+    ],
+)
+def test_changes_in_place_are_refused(change: Any) -> None:
+    made, weight = rows()
+    with pytest.raises(QuantizeError, match=r"not changed in place, and .* would be lost"):
+        change(made)
+    assert same_bits(made.decode(), weight)
+
+
+def test_a_tensor_may_be_changed_by_what_rows_decode_to() -> None:
+    made, weight = rows()
+    x = torch.zeros(4, 6, 40)
+    x += made
+    x.add_(made)
+    assert same_bits(x, weight + weight)
+
+
+def test_experts_broadcast_a_bias_of_one_element() -> None:
+    made, weight = rows()
+    x, bias = torch.randn(3, 40), torch.tensor([100.0])
+    assert_close_to_product(F.linear(x, made[1], bias), x, weight[1], bias)
+    assert_close_to_product(F.linear(x, made[1], bias[0]), x, weight[1], bias)

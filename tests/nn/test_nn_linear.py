@@ -19,6 +19,7 @@ import narrowcast as nc
 from cases import CODECS, same_bits
 from narrowcast import Codec
 from narrowcast.errors import DtypeError, QuantizeError, ShapeError, SpecError, StateDictError
+from narrowcast.nn.extra_state import KEY
 
 pytestmark = pytest.mark.ambient
 AUTOCAST = pytest.mark.not_in(
@@ -87,7 +88,7 @@ def test_small_and_odd_sizes(into: int, out: int, device: str) -> None:
 def test_without_a_bias_there_is_none() -> None:
     linear = made("int8", bias=False)
     assert linear.bias is None
-    assert list(linear.state_dict()) == ["weight"]
+    assert list(linear.state_dict()) == ["weight", KEY]
     x = torch.randn(2, 70)
     assert_close_to_product(linear(x), x, linear.decoded())
 
@@ -267,9 +268,9 @@ os._exit(0 if type(model[0]) is nc.nn.Linear and model[0].bias.grad is not None 
 # -- state dicts ------------------------------------------------------------------------------------------------------
 
 
-def test_a_state_dict_has_torchs_keys_and_loads_into_another() -> None:
+def test_a_state_dict_has_torchs_keys_and_the_codec_and_loads_into_another() -> None:
     one, other, x = made("int4"), made("int4"), torch.randn(2, 70)
-    assert list(one.state_dict()) == list(nn.Linear(70, 33).state_dict())
+    assert list(one.state_dict()) == [*nn.Linear(70, 33).state_dict(), KEY]
     assert not same_bits(one(x), other(x))
     file = io.BytesIO()
     torch.save(one.state_dict(), file)
@@ -325,9 +326,17 @@ def test_missing_and_unexpected_keys_are_torchs_to_report() -> None:
             r"input: expected \[\.\.\., 70\], since the layer has in_features=70, got \[2, 71\]",
         ),
         (torch.zeros(()), ShapeError, r"got \[\]"),
-        (torch.zeros(2, 70, dtype=torch.uint8), DtypeError, r"input: expected float32.*got uint8.*weight.dtype.*rules="),
+        (
+            torch.zeros(2, 70, dtype=torch.uint8),
+            DtypeError,
+            r"input: expected float32.*got uint8.*weight.dtype.*rules=",
+        ),
         (torch.zeros(2, 70, dtype=torch.complex64), DtypeError, "complex64"),
-        (torch.zeros(2, 70, device="meta"), ShapeError, r"input: is on meta, the weight on cpu. Call model.to\('meta'\)"),
+        (
+            torch.zeros(2, 70, device="meta"),
+            ShapeError,
+            r"input: is on meta, the weight on cpu. Call model.to\('meta'\)",
+        ),
     ],
 )
 def test_an_x_that_does_not_fit_is_refused(x: Tensor, error: type[Exception], says: str) -> None:

@@ -210,7 +210,7 @@ def test_a_meta_model_is_prepared_without_memory_and_starts_once_it_has_weights(
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     nc.prepare_qat_(model, "apot4")
-    assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"meta"}
     model.to_empty(device="cpu")
     torch.manual_seed(5)
     with torch.no_grad():

@@ -29,6 +29,7 @@ from narrowcast.errors import QuantizeError, SpecError, StateDictError
 from narrowcast.nn import adopt, dequantize_, encodings
 from narrowcast.nn.convert import finish, place
 from narrowcast.nn.encoded import Encoded, become, hold
+from narrowcast.nn.encodings import drop_codecs, stored_state
 from narrowcast.nn.slots import Weight, survey
 from narrowcast.payload import EncodedRows, Encoding, encode_rows
 
@@ -93,12 +94,15 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
         """The weights to be encoded as they are loaded, by every key that they have."""
         self.floats: dict[str, Encoding] = {}
         """Rows to be decoded once they are loaded, for modules that cannot hold them."""
+        self.quiet: Any = None
 
     # -- before: decide on the empty model -----------------------------------------------------------------------
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         if self.pre_quantized:
             adopt(model, self._stored(model))
+            # config.json says what the rows are; the files do not say it again, and the loader is not to miss it.
+            self.quiet = model.register_state_dict_post_hook(drop_codecs)
         else:
             self.chosen = self._choose(model)
 
@@ -182,6 +186,8 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
         for key, encoding in self.floats.items():
             _decode(model, key, encoding)
         finish(model)
+        if self.quiet is not None:
+            self.quiet.remove()
         for name, module in model.named_modules():
             _check_rows(name, module)
         self.chosen, self.floats = {}, {}
@@ -194,6 +200,9 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
             if isinstance(module, Encoded) and wanted is not None:
                 module._float_dtype = wanted
         return dequantize_(model)
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+        return stored_state(model), {}
 
     def is_serializable(self) -> bool:
         return True

@@ -7,8 +7,8 @@ other number beyond the outermost levels; a NaN stays one.
 
 Gradients are straight-through: of x, the gradient where levels[0] <= v <= levels[-1] and zero beyond; of a scale, the
 sum over its slice of grad * (q - v) inside and grad * q beyond: LSQ's step and APoT's reparameterized clipping, in
-units of the grid. Forward-mode tangents follow the same rule. The terms are fp32, their sum is fp64 in an order that depends on the shape and the machine alone,
-never on threads; a NaN in x makes it NaN. They have no gradients of their own.
+units of the grid. The terms are fp32, their sum is fp64 in an order that depends on the shape and the machine alone,
+never on threads; a NaN in x makes it NaN. Forward-mode tangents follow the same rule. Neither has gradients of its own.
 
 Scales are trusted to be finite and at least FLT_MIN in magnitude. fp64 is computed in fp32, as codecs do. Results lie
 in memory as x does; autocast does not touch any of it.

@@ -154,7 +154,7 @@ def _round(model: nn.Module, run: _Run, steps: int) -> list[Rounded]:
         if isinstance(module, Trained) and not isinstance(module, QatEmbedding)
     }
     seconds = {name: Second(module) for name, module in layers.items()}
-    hooks = [module.register_forward_pre_hook(seconds[name]) for name, module in layers.items()]
+    hooks = [module.register_forward_pre_hook(seconds[name], with_kwargs=True) for name, module in layers.items()]
     try:
         run("measuring inputs")
     finally:

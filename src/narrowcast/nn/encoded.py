@@ -29,10 +29,9 @@ from narrowcast.errors import DtypeError, QuantizeError, StateDictError
 from narrowcast.nn import extra_state
 from narrowcast.payload import Encoding
 
-
 OTHER_CODEC = (
-    "It was quantized with another codec, or is another model's: call quantize_ with the codec (and rules) it was saved "
-    "with, or use narrowcast.save and narrowcast.load, which keep the codec of every weight in the file."
+    "It was quantized with another codec, or is another model's: call quantize_ with the codec (and rules) it was "
+    "saved with, or use narrowcast.save and narrowcast.load, which keep the codec of every weight in the file."
 )
 
 

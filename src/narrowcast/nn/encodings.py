@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,15 @@ def encodings(model: nn.Module) -> dict[str, Encoding]:
 def stored_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
     """The state dict as files have it: without what encoded modules say in it, which `encodings` says."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=keep_vars)
+    drop_codecs(model, state)
+    return state
+
+
+def drop_codecs(model: nn.Module, state: dict[str, Any], prefix: str = "", *rest: Any) -> None:
+    """Take out of a state dict what encoded modules say in it; a post-hook of `state_dict`, too."""
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Encoded):
-            state.pop(join(name, KEY), None)
-    return state
+            state.pop(prefix + join(name, KEY), None)
 
 
 def adopt(model: nn.Module, wanted: Mapping[str, Encoding]) -> None:

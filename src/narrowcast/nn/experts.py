@@ -4,12 +4,13 @@ Mixtures of experts keep their weights as 3-D Parameters of a module of their ow
 multiplies with them, or hands them to a grouped multiplication. Such a module keeps that forward: its class becomes a
 subclass in which each of these weights reads as `ExpertRows`. That stands for the float tensor: it has its shape and
 dtype, an index or a transpose gives another one, and a torch function that multiplies with it runs on encoded rows.
-Any other function, method or operator decodes it first, so that every forward is right, and the usual ones decode no
-expert that they do not need.
+Any other function, method or operator of torch.Tensor decodes it first, so that every forward is right, and the usual
+ones decode no expert that they do not need. What would change it in place is refused: rows would not notice.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from narrowcast.codecs import Codec
-from narrowcast.nn.encoded import Encoded
+from narrowcast.errors import QuantizeError
+from narrowcast.nn.encoded import Encoded, as_bytes
 from narrowcast.nn.linear import linear_on_rows
 
 
@@ -27,7 +29,7 @@ class ExpertRows:
     """Encoded rows that read like the float tensor they stand for."""
 
     def __init__(self, data: Tensor, codec: Codec, numel: int, dtype: torch.dtype, transposed: bool = False) -> None:
-        self.data = data
+        self._rows = data
         self.codec = codec
         self.dtype = dtype
         self.requires_grad = False
@@ -36,19 +38,19 @@ class ExpertRows:
 
     @property
     def shape(self) -> torch.Size:
-        *lead, rows = self.data.shape[:-1]
+        *lead, rows = self._rows.shape[:-1]
         return torch.Size((*lead, self._numel, rows) if self._transposed else (*lead, rows, self._numel))
 
     @property
     def device(self) -> torch.device:
-        return self.data.device
+        return self._rows.device
 
     @property
     def ndim(self) -> int:
-        return self.data.dim()
+        return self._rows.dim()
 
     def dim(self) -> int:
-        return self.data.dim()
+        return self._rows.dim()
 
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
@@ -61,14 +63,21 @@ class ExpertRows:
 
     def decode(self) -> Tensor:
         """The float tensor."""
-        weight = self.codec.decode(self.data.detach(), self._numel, self.dtype)
+        weight = self.codec.decode(as_bytes(self._rows).detach(), self._numel, self.dtype)
         return weight.transpose(-2, -1) if self._transposed else weight
 
-    def transpose(self, first: int, second: int) -> ExpertRows | Tensor:
+    @property
+    def data(self) -> ExpertRows:
+        return self
+
+    def detach(self) -> ExpertRows:
+        return self
+
+    def transpose(self, dim0: int, dim1: int) -> ExpertRows | Tensor:
         last = {self.dim() - 1, self.dim() - 2}
-        if {first % self.dim(), second % self.dim()} != last:
-            return self.decode().transpose(first, second)
-        return self._with(self.data, not self._transposed)
+        if {dim0 % self.dim(), dim1 % self.dim()} != last:
+            return self.decode().transpose(dim0, dim1)
+        return self._with(self._rows, not self._transposed)
 
     @property
     def mT(self) -> ExpertRows | Tensor:
@@ -82,7 +91,7 @@ class ExpertRows:
         whole = isinstance(index, (int, slice)) or (isinstance(index, Tensor) and index.dtype in _INDICES)
         # One expert or some of them; anything finer is for a tensor to answer.
         if self.dim() == 3 and whole and (not isinstance(index, Tensor) or index.dim() <= 1):
-            return self._with(self.data.detach()[index], self._transposed)
+            return self._with(self._rows.detach()[index], self._transposed)
         return self.decode()[index]
 
     def __len__(self) -> int:
@@ -91,12 +100,11 @@ class ExpertRows:
     def __iter__(self) -> Iterator[ExpertRows | Tensor]:
         return (self[index] for index in range(len(self)))
 
-    def __matmul__(self, other: Tensor) -> Tensor:
-        return torch.matmul(self, other)  # type: ignore[arg-type]  # comes back through __torch_function__
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if name.endswith("_") and hasattr(Tensor, name):
+            raise _in_place(name)
         return getattr(self.decode(), name)
 
     def __repr__(self) -> str:
@@ -111,6 +119,7 @@ class ExpertRows:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        _refuse_in_place(func, args, kwargs)
         multiply = _MULTIPLY.get(func)
         if multiply is not None:
             made = multiply(*args, **kwargs)
@@ -123,8 +132,48 @@ class ExpertRows:
 
     def _linear(self, x: Tensor, expert: int | None = None, bias: Tensor | None = None) -> Tensor:
         """x times the rows of one expert; bias added."""
-        data = self.data.detach() if expert is None else self.data.detach()[expert]
+        data = self._rows.detach() if expert is None else self._rows.detach()[expert]
         return linear_on_rows(x, data, self.codec, self._numel, bias)
+
+
+_OWN = {"__torch_function__", "__torch_dispatch__", "__deepcopy__", "__setstate__", "__hash__", "__dir__"}
+_OWN |= {"__subclasshook__", "__init_subclass__", "__getattribute__", "__new__", "__reduce_ex__", "__reduce__"}
+_OWN |= {"__setattr__", "__delattr__", "__sizeof__"}
+
+
+def _delegated(name: str) -> Callable[..., Any]:
+    """An operator of torch.Tensor, by way of `__torch_function__`: `w != 0` looks up the class, not `__getattr__`."""
+
+    def operator(self: ExpertRows, *args: Any, **kwargs: Any) -> Any:
+        return self.__torch_function__(getattr(Tensor, name), (ExpertRows,), (self, *args), kwargs)
+
+    operator.__name__ = operator.__qualname__ = name
+    return operator
+
+
+for _name in dir(Tensor):
+    _missing = _name not in vars(ExpertRows) or _name in ("__eq__", "__ne__")
+    if _name.startswith("__") and inspect.isroutine(getattr(Tensor, _name)) and _missing and _name not in _OWN:
+        if getattr(Tensor, _name) is not getattr(object, _name, None):  # what objects have is theirs
+            setattr(ExpertRows, _name, _delegated(_name))
+ExpertRows.__hash__ = object.__hash__  # type: ignore[method-assign]  # as torch.Tensor's
+ExpertRows.__array_priority__ = Tensor.__array_priority__  # type: ignore[attr-defined]  # so that numpy asks here first
+
+
+def _refuse_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    name = str(getattr(func, "__name__", ""))
+    changes = name.endswith("_") and not name.endswith("__")
+    changes = changes or name == "__setitem__" or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"))
+    changes = changes or kwargs.get("inplace") is True
+    if (changes and args and isinstance(args[0], ExpertRows)) or isinstance(kwargs.get("out"), ExpertRows):
+        raise _in_place(name)
+
+
+def _in_place(name: str) -> QuantizeError:
+    return QuantizeError(
+        f"{name}: encoded rows are not changed in place, and a change of what they decode to would be lost. Write the "
+        "result to a new tensor (w = w * 2), or call narrowcast.dequantize_(model) first."
+    )
 
 
 _INDICES = (torch.int64, torch.int32, torch.int16, torch.int8)

@@ -3,7 +3,7 @@
 Rows of bytes do not say which codec made them, nor a clip whether its weight is normalized first. Modules of this
 library say it in the way that torch has for it, the key `_extra_state`: JSON as uint8, padded with blanks to a multiple
 of 64 bytes so that most have the same size. A tensor, since safetensors, distributed checkpoints and
-torch.load(weights_only=True) carry nothing else; on the CPU, wherever the module is, since it is made as it is asked for.
+torch.load(weights_only=True) carry nothing else; on the CPU wherever the module is, made when it is asked for.
 
 State dicts from before this key load without it, strict or not, and are not checked for what they do not say.
 """

@@ -74,10 +74,30 @@ def linear_on_rows(x: Tensor, rows: Tensor, codec: Codec, numel: int, bias: Tens
             'is with quantize_(..., rules={"its name": None}).'
         )
     if x.dim() == 0 or x.shape[-1] != numel:
-        raise ShapeError(f"input: expected [..., {numel}], since the layer has in_features={numel}, got {list(x.shape)}.")
+        raise ShapeError(
+            f"input: expected [..., {numel}], since the layer has in_features={numel}, got {list(x.shape)}."
+        )
     if x.device != rows.device:
-        raise ShapeError(f"input: is on {x.device}, the weight on {rows.device}. Call model.to({str(x.device)!r}) first.")
+        raise ShapeError(
+            f"input: is on {x.device}, the weight on {rows.device}. Call model.to({str(x.device)!r}) first."
+        )
+    if bias is not None and bias.shape != rows.shape[:1]:
+        return _with_broadcast_bias(x, rows, codec, bias)
     return codec.linear(x, as_bytes(rows), bias)
+
+
+def _with_broadcast_bias(x: Tensor, rows: Tensor, codec: Codec, bias: Tensor) -> Tensor:
+    """What F.linear makes of a bias of another shape: one element for all outputs, or anything that fits the result."""
+    outputs = rows.shape[0]
+    if bias.numel() == 1 and bias.dim() <= 1:
+        return codec.linear(x, as_bytes(rows), bias.expand(outputs).contiguous())
+    y = codec.linear(x, as_bytes(rows))
+    try:
+        return y + bias.to(y.dtype).expand(y.shape)
+    except RuntimeError:
+        raise ShapeError(
+            f"bias: expected [{outputs}], one for each output, or one for all, got {list(bias.shape)}."
+        ) from None
 
 
 def as_autocast(x: Tensor) -> Tensor:

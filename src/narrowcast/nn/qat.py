@@ -73,7 +73,7 @@ class QatEmbedding(Trained, nn.Embedding):
         index = input.reshape(-1)
         options: dict[str, Any] = {"scale_grad_by_freq": self.scale_grad_by_freq, "sparse": self.sparse}
         vectors = F.embedding(index, self.weight, self.padding_idx, None, 2.0, **options)
-        return quantizer.lookup(vectors, index, self.weight.numel()).view(*input.shape, -1)
+        return quantizer.lookup(vectors, index, self.weight.numel()).view(*input.shape, self.embedding_dim)
 
 
 TRAINED: dict[type[nn.Module], type[Trained]] = {

@@ -48,8 +48,9 @@ class Second:
         self.moment: Tensor | None = None
         self.count = 0
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        windows = self._windows(self.layer._input(args[0]).detach().float())
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["input"]
+        windows = self._windows(self.layer._input(x).detach().float())
         grouped = windows.view(len(windows), self.groups, -1).transpose(0, 1)
         moment = (grouped.transpose(1, 2) @ grouped).double()
         self.moment = moment if self.moment is None else self.moment + moment

@@ -46,7 +46,7 @@ def quantized(x: Tensor, alpha: Tensor, way: Way) -> Tensor | None:
 
 
 def surely_good(sizes: Tensor) -> bool:
-    """Whether clips or deviations are in range, where asking costs little: on a CPU, neither compiled nor under vmap."""
+    """Whether clips or deviations are in range, where asking costs little: on a CPU, not compiled, not transformed."""
     if torch.compiler.is_compiling() or sizes.device.type != "cpu" or not sizes.numel() or ops.transformed():
         return False
     low, high = torch.aminmax(sizes)
