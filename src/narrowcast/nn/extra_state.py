@@ -25,7 +25,7 @@ ROOM = 64
 
 def pack(facts: Mapping[str, Any]) -> Tensor:
     """Facts as a tensor."""
-    text = json.dumps(facts, separators=(",", ":")).encode()
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
     padded = text.ljust(-(-len(text) // ROOM) * ROOM)
     return torch.frombuffer(bytearray(padded), dtype=torch.uint8)
 
