@@ -137,3 +137,18 @@ def test_inputs_of_odd_layouts_give_the_same_numbers() -> None:
     assert layer(x[:0]).shape == (0, 5)
     with pytest.raises(DtypeError, match="got int64"):
         layer(x.long())
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "nf4", "bf16"])
+def test_negated_views_are_read_as_what_they_show(codec: str) -> None:
+    layer, x, u = nn.Linear(64, 32), torch.randn(3, 64), torch.randn(3, 64)
+    nc.quantize_(layer, codec)
+    with torch.no_grad():
+        assert torch.equal(layer(torch._neg_view(-x)), layer(x))
+    if codec == "bf16":
+        return
+    quantizer = nc.nn.FakeQuantize(codec)
+    y = quantizer(point := x.clone().requires_grad_())
+    assert torch.equal(quantizer(torch._neg_view(-x)), y)
+    wanted, found = (torch.autograd.grad(y, point, g, retain_graph=True)[0] for g in (u, torch._neg_view(-u)))
+    assert torch.equal(found, wanted)

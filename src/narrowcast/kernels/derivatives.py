@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch.autograd_function import enable_single_level_autograd_function  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.library import Library, register_vmap
@@ -75,7 +75,7 @@ def differentiable(name: str, rule: Rule, library: Library) -> None:
             return below(keyset, *arguments)
         # Torch calls this kernel once for each transform, so that each is one level of its own.
         with enable_single_level_autograd_function():
-            return super(torch.autograd.Function, Derivative).apply(keyset, *arguments)
+            return super(torch.autograd.Function, Derivative).apply(keyset, *arguments)  # type: ignore[no-untyped-call]
 
     library.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 

@@ -179,7 +179,7 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
         if torch.is_grad_enabled():  # create_graph=True: leave it to the operator to refuse a second time
             return _gradients(ctx, grad)
-        return *backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None
+        return *backward(grad.resolve_neg(), *ctx.saved_tensors, *ctx.rest), None, None, None, None
 
 
 def _remember_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

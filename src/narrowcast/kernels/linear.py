@@ -29,13 +29,10 @@ TILES = {"cpu": 1 << 22, "cuda": 1 << 25}
 
 def linear(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
     """What modules call: the operator, or the short way round the dispatcher where nobody is watching."""
-    if ops.unwatched(x) and not (torch.is_grad_enabled() and (x.requires_grad or _wants_grad(bias))):
+    wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    if not wanted and ops.unwatched(x) and not (bias is not None and bias.is_neg()):
         return _linear(x, data, *recipe, bias)
     return torch.ops.narrowcast.linear(x, data, *recipe, bias)  # type: ignore[no-any-return]
-
-
-def _wants_grad(bias: Tensor | None) -> bool:
-    return bias is not None and bias.requires_grad
 
 
 def _linear(

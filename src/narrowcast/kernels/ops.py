@@ -244,7 +244,8 @@ def reduce_(
 
 
 def unwatched(tensor: Tensor) -> bool:
-    """Whether a plain call would do: no compiler, profiler, mode or transform that wants to see an operator.
+    """Whether a plain call would do: no compiler, profiler, mode or transform that wants to see an operator, and memory
+    that holds what the tensor shows, which the dispatcher sees to where it is a negated view.
 
     A Python operator costs several microseconds a call, and encoding a thousand floats is to take under 15.
     """
@@ -256,6 +257,7 @@ def unwatched(tensor: Tensor) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and tensor.device.type != "meta"
+        and not tensor.is_neg()
     )
 
 

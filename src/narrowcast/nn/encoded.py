@@ -184,9 +184,9 @@ def as_bytes(rows: Tensor) -> Tensor:
     return rows
 
 
-def keep_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+def keep_dtype(fn: Callable[..., Any], tensor: Tensor) -> Tensor:
     """What `fn` (of `Module._apply`) makes of a tensor, but for its dtype."""
-    made = fn(tensor)
+    made: Tensor = fn(tensor)
     return made if made.dtype == tensor.dtype else tensor.to(made.device)
 
 

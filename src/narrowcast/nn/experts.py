@@ -152,10 +152,11 @@ def _delegated(name: str) -> Callable[..., Any]:
 
 
 for _name in dir(Tensor):
-    _missing = _name not in vars(ExpertRows) or _name in ("__eq__", "__ne__")
-    if _name.startswith("__") and inspect.isroutine(getattr(Tensor, _name)) and _missing and _name not in _OWN:
-        if getattr(Tensor, _name) is not getattr(object, _name, None):  # what objects have is theirs
-            setattr(ExpertRows, _name, _delegated(_name))
+    _operator = getattr(Tensor, _name)
+    _inherited = _operator is getattr(object, _name, None)  # what every object has
+    _defined = _name in vars(ExpertRows) or _name in _OWN
+    if _name.startswith("__") and inspect.isroutine(_operator) and not _inherited and not _defined:
+        setattr(ExpertRows, _name, _delegated(_name))
 ExpertRows.__hash__ = object.__hash__  # type: ignore[method-assign]  # as torch.Tensor's
 ExpertRows.__array_priority__ = Tensor.__array_priority__  # type: ignore[attr-defined]  # so that numpy asks here first
 

@@ -40,7 +40,14 @@ def quantized(x: Tensor, alpha: Tensor, way: Way) -> Tensor | None:
     plain = type(x) is Tensor or type(x) is nn.Parameter
     dtypes = fake.DTYPES if way.normalize is None else (torch.float32,)
     fixed = alpha.detach()
-    if not plain or x.dtype not in dtypes or not x.numel() or not ops.unwatched(fixed) or not surely_good(fixed):
+    if (
+        not plain
+        or x.dtype not in dtypes
+        or not x.numel()
+        or not ops.unwatched(fixed)
+        or x.is_neg()
+        or not surely_good(fixed)
+    ):
         return None
     return Quantize.apply(x, alpha, way)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -83,7 +90,7 @@ class Quantize(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: the operator refuses to be differentiated a second time
             parts, gradients = list(prepared(x, alpha, way)), torch.ops.narrowcast.fake_quantize_backward
         shifted, scale, *normalized = parts
-        of_x, of_scale = gradients(grad, shifted, scale, *way.grid, ctx.axis)
+        of_x, of_scale = gradients(grad.resolve_neg(), shifted, scale, *way.grid, ctx.axis)
         if normalized:
             plain, deviation, counts = normalized
             if way.normalize == "through":
