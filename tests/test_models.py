@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import narrowcast as nc
 from narrowcast.cli import app
 from narrowcast.errors import CheckpointError, LoadWarning, ModelMismatchError, NarrowcastError, StateDictError
+from narrowcast.nn.encodings import stored_state
 from narrowcast.payload import EncodedRows
 
 
@@ -110,7 +111,7 @@ def test_without_a_model_there_is_a_dictionary(tmp_path: Path) -> None:
     model = small()
     nc.save(model, tmp_path / "x.safetensors")
     found = nc.load(tmp_path / "x.safetensors")
-    assert found.keys() == model.state_dict().keys()
+    assert found.keys() == stored_state(model).keys()
     rows = found["embed.weight"]
     assert isinstance(rows, EncodedRows)
     assert found["head.weight"].data.data_ptr() == rows.data.data_ptr()
@@ -136,7 +137,7 @@ def test_a_file_that_leaves_out_a_tied_name_loads_into_a_model_that_ties_it(tmp_
 def pretrained(folder: Path, model: nn.Module, weights: object) -> Path:
     """A folder as `save_pretrained` writes it: codecs in config.json, no tied names, nothing more in the file."""
     folder.mkdir()
-    state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    state = {name: value for name, value in stored_state(model).items() if name != "head.weight"}
     safetensors.torch.save_file(state, folder / "model.safetensors", {"format": "pt"})
     config = {"quantization_config": {"quant_method": "narrowcast", "weights": weights}}
     (folder / "config.json").write_text(json.dumps(config))
@@ -162,6 +163,16 @@ def test_a_config_json_that_lies_is_refused(tmp_path: Path, weights: object) -> 
 def test_a_codec_in_config_json_that_does_not_fit_the_rows_is_refused(tmp_path: Path) -> None:
     folder = pretrained(tmp_path / "folder", small(), {"embed": "int8"})
     refused(folder, small(1, None), "'embed.weight' is torch.uint8 [50, 48] in the file")
+
+
+def test_a_codec_in_config_json_that_is_not_that_of_the_state_dict_is_refused(tmp_path: Path) -> None:
+    model = small()
+    folder = pretrained(tmp_path / "folder", model, {"embed": "nf4"})
+    state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    safetensors.torch.save_file(state, folder / "model.safetensors")
+    refused(
+        folder, small(1, None), "'embed.weight' are declared as 'nf4', and were saved as 'int4'", error=StateDictError
+    )
 
 
 def test_a_root_module_comes_back(tmp_path: Path) -> None:
@@ -207,12 +218,16 @@ def test_strict_false_loads_what_both_have(tmp_path: Path) -> None:
 
 def refused(path: Path, model: nn.Module, *words: str, error: type[NarrowcastError] = ModelMismatchError) -> None:
     """The file is refused in these words, and the model is as it was."""
-    before = bits(model), classes(model), [id(value) for value in model.state_dict(keep_vars=True).values()]
+    before = bits(model), classes(model), [id(value) for value in stored_state(model, keep_vars=True).values()]
     with pytest.raises(error) as caught:
         nc.load(path, model)
     missing = [word for word in words if word not in str(caught.value)]
     assert not missing, f"{missing} not in {caught.value}"
-    assert (bits(model), classes(model), [id(value) for value in model.state_dict(keep_vars=True).values()]) == before
+    assert (
+        bits(model),
+        classes(model),
+        [id(value) for value in stored_state(model, keep_vars=True).values()],
+    ) == before
 
 
 def test_missing_and_unexpected_keys_are_listed(tmp_path: Path) -> None:
@@ -487,7 +502,7 @@ def test_buffers_without_values_are_named(tmp_path: Path) -> None:
         model = Small()
     with pytest.raises(ModelMismatchError, match=r"the buffers \['table'\] are on meta, and files do not hold them"):
         nc.load(tmp_path / "x.safetensors", model)
-    assert {value.device.type for value in model.state_dict().values()} == {"meta"}
+    assert {value.device.type for value in stored_state(model).values()} == {"meta"}
     nc.load(tmp_path / "x.safetensors", model, strict=False)
     assert model.table.is_meta
     assert bits(model) == bits(small())

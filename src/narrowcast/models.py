@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from narrowcast.codecs import codec
 from narrowcast.errors import CheckpointError, LoadWarning, ModelMismatchError, StateDictError
 from narrowcast.nn import FakeQuantize, adopt, encodings
-from narrowcast.nn.encodings import stored_state
-from narrowcast.nn.extra_state import KEY, unpack
+from narrowcast.nn.encodings import check_said, stored_state
+from narrowcast.nn.extra_state import KEY
 from narrowcast.nn.input_grids import Inputs, adopt_inputs, input_keys, quantized_inputs
 from narrowcast.nn.placing import check_whole_tensors, holders, new_tensor, put, twin_of
+from narrowcast.nn.quantizer_state import observer_keys, take_stored
 from narrowcast.nn.slots import join, survey
 from narrowcast.payload import EncodedRows, Encoding
 
@@ -137,7 +138,7 @@ def _sources(found: Checkpoint, model: nn.Module, inputs: Inputs, strict: bool) 
     present = stored_state(model, keep_vars=True)
     stored = {name: name for name in found.file_of} | found.tied
     keys = [*present, *(key for layer in inputs for key in input_keys(layer))]
-    keys += [key for key in _observed(model, stored) if key not in present]
+    keys += [key for key in observer_keys(model, stored) if key not in present]
     sources = {key: stored[key] for key in keys if key in stored}
     # Writers that know no ties leave all names of a tensor out but one: the model knows which those are.
     by_tensor = {id(present[key]): source for key, source in sources.items() if key in present}
@@ -153,12 +154,6 @@ def _sources(found: Checkpoint, model: nn.Module, inputs: Inputs, strict: bool) 
             f"the model. {_usual_cause(found, unexpected)}; strict=False loads what both have. The model is as it was."
         )
     return sources
-
-
-def _observed(model: nn.Module, stored: Mapping[str, str]) -> list[str]:
-    """What files hold of observers, which a quantizer takes on as the file has them."""
-    starts = tuple(join(name, "observer.") for name, some in model.named_modules() if isinstance(some, FakeQuantize))
-    return [key for key in stored if key.startswith(starts)]
 
 
 def _tied_once(found: Checkpoint, model: nn.Module, sources: dict[str, str]) -> dict[str, str]:
@@ -215,7 +210,9 @@ def _declared(found: Checkpoint, model: nn.Module, sources: Mapping[str, str]) -
         if spec is not None and found.stored[source].dtype == torch.uint8:
             _, shape, dtype = own.get(key, (None, keys[key].shape, keys[key].dtype))
             made[source] = Encoding(codec(spec), shape, dtype)
-            _check_said(found, source, made[source])
+            said = join(source.rpartition(".")[0], KEY)
+            if said in found.file_of:
+                check_said(made[source], source, found.tensor(said), f"{found.path}: ")
     return made
 
 
@@ -247,18 +244,6 @@ def _decoded(
     return decoded
 
 
-def _check_said(found: Checkpoint, source: str, encoding: Encoding) -> None:
-    """Whether what a state dict said of its rows is what config.json says."""
-    module, _, parameter = source.rpartition(".")
-    key = join(module, KEY)
-    facts = unpack(found.tensor(key), key).get(parameter) if key in found.file_of else None
-    if facts is not None and facts[0] != encoding.codec.spec:
-        raise ModelMismatchError(
-            f"{found.path}: the rows of {source!r} are {encoding.codec.spec!r} by config.json and {facts[0]!r} by "
-            f"{key!r} in the files, which are of another save. Save the folder again. The model is as it was."
-        )
-
-
 def _words(encoding: Encoding) -> str:
     return f"{encoding.codec.spec!r} of {str(encoding.dtype).removeprefix('torch.')} {list(encoding.shape)}"
 
@@ -277,7 +262,7 @@ def _check_fit(
             raise StateDictError(f"{found.path}: {error} The model is as it was.") from error
     keys, stored = stored_state(twin), found.stored
     grids = {key for name, module in twin.named_modules() for key in _checked_grid(found, module, name, sources)}
-    grids |= {*_observed(twin, sources)}
+    grids |= {*observer_keys(twin, sources)}
     for key, source in sources.items():
         if key in grids:
             continue
@@ -323,9 +308,7 @@ def _assign(
     fresh: set[str],
 ) -> None:
     """Give every key its tensor. What is `fresh` has memory that nobody holds: mapped tensors take its place."""
-    for name, module in model.named_modules():
-        if isinstance(module, FakeQuantize) and join(name, KEY) in sources:
-            module.set_extra_state(found.tensor(sources[join(name, KEY)]))
+    take_stored(model, {key: found.tensor(source) for key, source in sources.items() if key.endswith(KEY)})
     keys, mapped = stored_state(model, keep_vars=True), found.mapped()
     made: dict[str, Tensor] = {}
     placed: dict[int, Tensor] = {}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from narrowcast.errors import StateDictError
 from narrowcast.nn.convert import as_module, finish, place
 from narrowcast.nn.encoded import Encoded
-from narrowcast.nn.extra_state import KEY
+from narrowcast.nn.extra_state import KEY, unpack
 from narrowcast.nn.slots import Survey, Weight, join, survey
 from narrowcast.payload import EncodedRows, Encoding
 
@@ -44,6 +44,18 @@ def drop_codecs(model: nn.Module, state: dict[str, Any], prefix: str = "", *rest
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Encoded):
             state.pop(prefix + join(name, KEY), None)
+
+
+def check_said(encoding: Encoding, key: str, packed: Tensor, where: str) -> None:
+    """Whether what a state dict said of the rows of `key` is what they are declared to be elsewhere."""
+    module, _, parameter = key.rpartition(".")
+    facts = unpack(packed, join(module, KEY)).get(parameter)
+    if facts is not None and facts[0] != encoding.codec.spec:
+        raise StateDictError(
+            f"{where}the rows of {key!r} are declared as {encoding.codec.spec!r}, and were saved as {facts[0]!r} by "
+            f"{join(module, KEY)!r}: the files are of another save than config.json. Save the folder again. The model "
+            "is as it was."
+        )
 
 
 def adopt(model: nn.Module, wanted: Mapping[str, Encoding]) -> None:

@@ -8,11 +8,11 @@ them. It takes on whether the weight is normalized, which learned rounding switc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowcast.errors import StateDictError
 from narrowcast.nn import extra_state
@@ -36,6 +36,20 @@ def take_facts(quantizer: FakeQuantize, facts: Mapping[str, Any]) -> None:
         quantizer.normalize = normalize
     if observer is not None and facts_of(quantizer)["observer"] != observer:
         quantizer.observer = described(observer).to(quantizer.alpha.device)
+
+
+def take_stored(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Let the quantizers of a model become what a file says of them, by the keys of their extra states."""
+    for name, module in model.named_modules():
+        key = f"{name}.{extra_state.KEY}"
+        if key in stored and hasattr(module, "check_state"):
+            module.set_extra_state(stored[key])
+
+
+def observer_keys(model: nn.Module, keys: Iterable[str]) -> list[str]:
+    """Of the keys of a file, those of observers, which quantizers take on."""
+    starts = tuple(f"{name}.observer." for name, some in model.named_modules() if hasattr(some, "check_state"))
+    return [key for key in keys if key.startswith(starts)]
 
 
 def check_state(quantizer: FakeQuantize, state_dict: Mapping[str, Any], prefix: str) -> CodecGrid | None:
