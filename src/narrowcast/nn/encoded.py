@@ -97,7 +97,7 @@ class Encoded(nn.Module):
         return Encoding(held.codec, held.shape, self._float_dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Encoded:
-        rows = {id(self._parameters[name]) for name in self._held}
+        rows = {id(self._parameters.get(name)) for name in self._held}
         super()._apply(lambda t: keep_dtype(fn, t) if id(t) in rows else fn(t), recurse)  # type: ignore[no-untyped-call]
         # What `fn` makes of an empty tensor tells the dtype; a buffer for that would be in everybody's way.
         dtype = fn(torch.empty(0, dtype=self._float_dtype, device="cpu")).dtype
