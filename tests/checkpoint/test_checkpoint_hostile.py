@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,8 @@ def entry(**changes: Any) -> dict[str, Any]:
         ({"x": entry(), "z": entry(shape=[0, 1 << 62, 1 << 62], data_offsets=[8, 8])}, "product is below 2**63"),
         ({"x": entry(), "z": entry(shape=[(1 << 63) + 1, 0], data_offsets=[8, 8])}, "product is below 2**63"),
         ({"x": entry(dtype="F4", shape=[16])}, "has the dtype 'F4'"),
+        ({"x": entry(shape=[2] + [1] * 64)}, "'x' has 65 dimensions, and a tensor has 64 at most"),
+        ({"x": entry(), "z": entry(shape=[0] + [1 << 62] * 10**5, data_offsets=[8, 8])}, "'z' has 100001 dimensions"),
     ],
     ids=str,
 )
@@ -119,6 +122,49 @@ def test_a_name_that_is_used_twice_is_refused(tmp_path: Path) -> None:
     refused(raw(tmp_path / "x.safetensors", f'{{"x":{one},"x":{one}}}'.encode(), bytes(8)), "'x' is used twice")
     twice = f'{{"__metadata__":{{"a":"1","a":"2"}},"x":{one}}}'.encode()
     refused(raw(tmp_path / "y.safetensors", twice, bytes(8)), "'a' is used twice")
+
+
+def test_as_many_dimensions_as_torch_takes_come_back(tmp_path: Path) -> None:
+    save_state({"x": torch.ones([1] * 64)}, tmp_path / "x.safetensors")
+    assert load_state(tmp_path / "x.safetensors")["x"].shape == (1,) * 64
+
+
+COUNT = 40_000
+ENTRY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"version": 1, "tied": {f"a{i}": "w" for i in range(COUNT)}}),
+        json.dumps({"version": 1, "inputs": {f"a{i}": {"codec": "int8", "signed": True} for i in range(COUNT)}}),
+        "{" + ",".join(f'"n{i % COUNT}":1' for i in range(2 * COUNT)) + "}",
+        '{"version":1,"user":[' + ",".join(["9" * 4000] * 300) + "]}",
+        '{"version":' + "9" * 10**6 + "}",
+        '{"version":1,"user":' + "[" * 10**6 + "]" * 10**6 + "}",
+        '{"version":1,"user":[' + "[]," * 1_100_000 + "1]}",
+        json.dumps({"version": 1, "tied": {LONG: LONG}}),
+        json.dumps({"version": LONG}),
+        json.dumps({LONG: 1, "version": 1, "tensors": {"w": {**W, "dtype": LONG}}}),
+        json.dumps({"version": 1, "tensors": {"w": {**W, "codec": LONG}}}),
+    ],
+    ids=["ties", "inputs", "repeated", "digits", "number", "deep", "nested", "tie", "version", "dtype", "codec"],
+)
+def test_metadata_of_any_length_is_refused_in_little_time_and_few_words(tmp_path: Path, text: str) -> None:
+    path = forged(tmp_path / "x.safetensors", ROWS, text=text)
+    began = time.process_time()
+    refused(path)
+    assert time.process_time() - began < 3  # linear: a quadratic reader takes minutes
+
+
+@pytest.mark.parametrize("repeated", ["first", "last"])
+def test_a_header_of_many_repeated_names_is_refused_in_little_time(tmp_path: Path, repeated: str) -> None:
+    names = [f"n{i // 2}" for i in range(COUNT)] if repeated == "first" else [*map(str, range(COUNT)), "0"]
+    path = raw(tmp_path / "x.safetensors", ("{" + ",".join(f'"{name}":{ENTRY}' for name in names) + "}").encode())
+    began = time.process_time()
+    refused(path, "is used twice")
+    assert time.process_time() - began < 3
 
 
 def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
@@ -155,7 +201,9 @@ def test_a_path_that_is_not_there_is_a_file_not_found(tmp_path: Path) -> None:
         ({"tensors": {"w": {**W, "shape": [2, 64.0]}}}, "product is below 2**63"),
         ({"tensors": {"w": {**W, "shape": [True, 64]}}}, "product is below 2**63"),
         ({"tensors": {"w": {**W, "shape": "2x64"}}}, "product is below 2**63"),
-        ({"tensors": {"w": {**W, "shape": [1] * 100_000}}}, "said to be 'int4'"),
+        ({"tensors": {"w": {**W, "shape": [1] * 64}}}, "said to be 'int4'"),
+        ({"tensors": {"w": {**W, "shape": [1] * 65}}}, "'w' has 65 dimensions, and a tensor has 64 at most"),
+        ({"tensors": {"w": {**W, "shape": [1 << 62] * 100_000}}}, "'w' has 100000 dimensions"),
         ({"tensors": {"w": {**W, "dtype": "int8"}}}, "was of dtype 'int8'"),
         ({"tensors": {"w": {**W, "dtype": ["float32"]}}}, "was of dtype ['float32']"),
         ({"tensors": {"w": "int4"}}, "the description of 'w' is a str, not an object"),

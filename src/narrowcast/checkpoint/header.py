@@ -159,8 +159,8 @@ def contents_of(body: bytes, where: str) -> Contents:
     _check_version(about.get("version"), where)
     if seal != _seal(tensors, text):
         raise CheckpointError(
-            f"{where}: the header does not match its own checksum {seal!r}. A byte of it was changed on the way. Copy "
-            "the file again from where it came."
+            f"{where}: the header does not match its own checksum {short(seal)}. A byte of it was changed on the way. "
+            "Copy the file again from where it came."
         )
     return _checked(about, tensors, spans, where)
 
@@ -180,7 +180,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the name {_short(twice)} is used twice")
+        raise ValueError(f"the name {short(twice)} is used twice")
     return found
 
 
@@ -192,7 +192,7 @@ def _object(value: object, what: str, where: str) -> dict[str, Any]:
 
 def _check_version(version: object, where: str) -> None:
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise CheckpointError(f"{where}: version={version!r} is no version of the format. The file is damaged.")
+        raise CheckpointError(f"{where}: version={short(version)} is no version of the format. The file is damaged.")
     if version > VERSION:
         raise NewerVersionError(
             f"{where}: written in version {version} of the format, and this narrowcast reads up to {VERSION}. Upgrade "
@@ -209,7 +209,9 @@ def _stored(entries: dict[str, dict[str, Any]], where: str) -> dict[str, Stored]
         key = (dtype, *shape)
         if key not in known:
             if dtype not in DTYPES:
-                raise CheckpointError(f"{where}: {name!r} has the dtype {dtype!r}. There are: {', '.join(DTYPES)}.")
+                raise CheckpointError(
+                    f"{where}: {short(name)} has the dtype {short(dtype)}. There are: {', '.join(DTYPES)}."
+                )
             _check_shape(shape, name, where)
             known[key] = Stored(DTYPES[dtype], tuple(shape))
         tensors[name] = known[key]
@@ -220,21 +222,22 @@ def _check_shape(shape: object, name: str, where: str) -> None:
     sizes = shape if isinstance(shape, list) else [None]
     if len(sizes) > DIMENSIONS:
         raise CheckpointError(
-            f"{where}: {_short(name)} has {len(sizes)} dimensions, and a tensor has {DIMENSIONS} at most. The file is "
+            f"{where}: {short(name)} has {len(sizes)} dimensions, and a tensor has {DIMENSIONS} at most. The file is "
             "damaged, or made to do harm."
         )
     whole = all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < _LIMIT for size in sizes)
     # Zero elements do not excuse other sizes: torch multiplies strides without them.
     if not whole or math.prod(size for size in sizes if size) >= _LIMIT:
         raise CheckpointError(
-            f"{where}: {_short(name)} has the shape {_short(shape)}. Sizes are whole numbers whose product is below 2**63. "
-            "The file is damaged."
+            f"{where}: {short(name)} has the shape {short(shape)}. Sizes are whole numbers whose product is below "
+            "2**63. The file is damaged."
         )
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """What a file says, in an error: no longer than a line or two, however long it is there."""
     text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= 160 else text[:157] + "..."
 
 
 def _checked(
@@ -243,13 +246,13 @@ def _checked(
     parts = {part: _object(about.get(part), part, where) for part in ("tensors", "checksums", "tied", "user")}
     checksums, tied = parts["checksums"], parts["tied"]
     if checksums.keys() != tensors.keys() or not all(isinstance(value, str) for value in checksums.values()):
-        odd = sorted(checksums.keys() ^ tensors.keys())[:3]
+        odd = short(sorted(checksums.keys() ^ tensors.keys())[:3])
         raise CheckpointError(f"{where}: every tensor has one checksum, but not {odd}. The metadata is another file's.")
     for alias, name in tied.items():
         if alias in tensors or not isinstance(name, str) or name not in tensors:
             raise CheckpointError(
-                f"{where}: {alias!r} is tied to {name!r}, but a tied name stands for a tensor of the file, and is none "
-                "itself. The metadata is damaged or another file's."
+                f"{where}: {short(alias)} is tied to {short(name)}, but a tied name stands for a tensor of the file, "
+                "and is none itself. The metadata is damaged or another file's."
             )
     encodings = {name: _encoding(entry, name, tensors, where) for name, entry in parts["tensors"].items()}
     said = _object(about.get("inputs", {}), "inputs", where)
@@ -259,28 +262,30 @@ def _checked(
 
 
 def _input(entry: object, layer: str, names: set[str], where: str) -> tuple[Codec, bool]:
-    about = _object(entry, f"the description of the inputs of {layer!r}", where)
+    about = _object(entry, f"the description of the inputs of {short(layer)}", where)
     signed = about.get("signed")
     if clip_of(layer) not in names or not isinstance(signed, bool):
         raise CheckpointError(
-            f"{where}: the inputs of {layer!r} are said to be quantized, with signed={_short(signed)}, but signed is "
-            f"true or false, and {clip_of(layer)!r} a tensor of the file. The metadata is damaged or another file's."
+            f"{where}: the inputs of {short(layer)} are said to be quantized, with signed={short(signed)}, but signed "
+            f"is true or false, and {clip_of(layer)!r} a tensor of the file. The metadata is damaged or another file's."
         )
     return _codec(about.get("codec"), layer, where), signed
 
 
 def _encoding(entry: object, name: str, tensors: dict[str, Stored], where: str) -> Encoding:
-    about = _object(entry, f"the description of {name!r}", where)
+    about = _object(entry, f"the description of {short(name)}", where)
     dtype = about.get("dtype")
     if not isinstance(dtype, str) or dtype not in _FLOATS:
-        raise CheckpointError(f"{where}: {name!r} was of dtype {dtype!r}. Encoded weights were one of {[*_FLOATS]}.")
+        raise CheckpointError(
+            f"{where}: {short(name)} was of dtype {short(dtype)}. Encoded weights were one of {[*_FLOATS]}."
+        )
     _check_shape(about.get("shape"), name, where)
     shape = torch.Size(about["shape"])
     chosen = _codec(about.get("codec"), name, where)
     stored = tensors.get(name)
     if stored is None or not _fits(stored, chosen, shape):
         raise CheckpointError(
-            f"{where}: {name!r} is said to be {chosen.spec!r} of shape {_short(list(shape))}, but the file holds "
+            f"{where}: {short(name)} is said to be {chosen.spec!r} of shape {short(list(shape))}, but the file holds "
             f"{'nothing of that name' if stored is None else f'{NAMES[stored.dtype]} {list(stored.shape)}'}. "
             "The metadata is another file's."
         )
@@ -292,7 +297,7 @@ def _codec(spec: Any, name: str, where: str) -> Codec:
         return codec(spec)
     except (NarrowcastError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
-            f"{where}: {name!r} has a codec that cannot be made: {str(error)[:200]} It comes from a later "
+            f"{where}: {short(name)} has a codec that cannot be made: {str(error)[:200]} It comes from a later "
             "narrowcast, or is damaged."
         ) from error
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.checkpoint.folders import header_digest
-from narrowcast.checkpoint.header import contents_of
+from narrowcast.checkpoint.header import contents_of, short
 from narrowcast.errors import CheckpointError, MissingFileError, ReplacedError
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
@@ -132,14 +132,15 @@ class File:
                     file.seek(at)
                     first, last = at, at + file.readinto(block)
                     if last == first:
-                        raise CheckpointError(f"{self.path}: ends in {name!r}. It was cut while it was read.")
+                        raise CheckpointError(f"{self.path}: ends in {short(name)}. It was cut while it was read.")
                 until = min(end, last)
                 checksum = crc32(block[at - first : until - first], checksum)
                 advance(until - at)
                 at = until
-            if f"{checksum:08x}" != contents.checksums[name]:
+            said = contents.checksums[name]
+            if f"{checksum:08x}" != said:
                 raise CheckpointError(
-                    f"{self.path}: the bytes of {name!r} do not match their checksum {contents.checksums[name]!r}. "
+                    f"{self.path}: the bytes of {short(name)} do not match their checksum {short(said)}. "
                     "They were changed on the disk or on the way. Copy the file again; verify=False loads it as it is."
                 )
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from narrowcast.checkpoint.files import HEADER_LIMIT
 from narrowcast.checkpoint.folders import HEADERS, INDEX, OWN, SHARD, SINGLE
-from narrowcast.checkpoint.header import Stored, parse
+from narrowcast.checkpoint.header import Stored, parse, short
 from narrowcast.checkpoint.mapping import File, check_regular, identity
 from narrowcast.codecs import Codec
 from narrowcast.errors import CheckpointError, MissingFileError, ReplacedError
@@ -57,7 +57,7 @@ class Checkpoint:
         for name in (*file.contents.tensors, *file.contents.tied):
             if name in self.file_of or name in self.tied:
                 raise CheckpointError(
-                    f"{self.path}: {name!r} is in {file.path.name} and in another file, too. The files are of "
+                    f"{self.path}: {short(name)} is in {file.path.name} and in another file, too. The files are of "
                     "different saves. Save or download all of them again."
                 )
         own, tied = file.contents.encodings, file.contents.tied
@@ -177,7 +177,7 @@ def _listed(folder: Path, index: Path) -> Checkpoint:
         held = found.file_of.get(found.tied.get(name, name))
         if held is None or places.get(name) != held.path.name:
             raise CheckpointError(
-                f"{index}: {name!r} is listed in {places.get(name, 'no file')} but found in "
+                f"{index}: {short(name)} is listed in {places.get(name, 'no file')} but found in "
                 f"{held.path.name if held else 'none'}. Index and files are of different saves. Save or download them "
                 "again."
             )
@@ -194,8 +194,8 @@ def _places(said: dict[str, Any], index: Path) -> dict[str, str]:
     for name, place in places.items():
         if not isinstance(place, str) or not place or "\0" in place or Path(place).name != place or "\\" in place:
             raise CheckpointError(
-                f"{index}: {name!r} is said to be in {place!r}. An index names files of its own folder, without a "
-                "path. Do not trust this checkpoint."
+                f"{index}: {short(name)} is said to be in {short(place)}. An index names files of its own folder, "
+                "without a path. Do not trust this checkpoint."
             )
     return places
 
