@@ -2,8 +2,8 @@
 
     PYTHONPATH=src .venv/bin/python bench/load.py [--tensors 100000] [--times 5]
 
-`nc.load` compares every checksum, so it reads every byte; `safetensors.torch.load_file` maps the file and reads none, so
-it is timed again with a read of every byte behind it (a copy), which is what any use of the tensors costs. Times are CPU
+`nc.load` compares every checksum, so it reads every byte; `safetensors.torch.load_file` maps the file and reads none,
+so it is timed again with a copy of every tensor behind it, which is what any use of the tensors costs. Times are CPU
 seconds of this process, so that others count little; they alternate, and each figure is a median. The limit that many
 tensors head for is twice safetensors' time.
 """

@@ -209,6 +209,12 @@ def _is_one_save(said: dict[str, Any], found: Checkpoint, index: Path) -> bool:
     headers = own.get(HEADERS) if isinstance(own, dict) else None
     if not isinstance(headers, dict):
         raise CheckpointError(f'{index}: "{OWN}" has no "{HEADERS}" of files. The index is damaged.')
+    total = sum(stored.nbytes for stored in found.stored.values())
+    if len(headers) > len(found.files) or metadata.get("total_size") != total:
+        raise CheckpointError(
+            f"{index}: was written with {len(headers)} files of {short(metadata.get('total_size'))} bytes, and lists "
+            f"{len(found.files)} of {total}. The index is damaged. Save or download all of them again."
+        )
     for file in found.files:
         if headers.get(file.path.name) != file.digest:
             raise CheckpointError(
