@@ -202,8 +202,9 @@ def _places(said: dict[str, Any], index: Path) -> dict[str, str]:
 
 def _is_one_save(said: dict[str, Any], found: Checkpoint, index: Path) -> bool:
     """Whether the index says which files it was written with, and those are they. Others than those are refused."""
-    metadata = said.get("metadata")
-    own = metadata.get(OWN) if isinstance(metadata, dict) else None
+    metadata = said.get("metadata") if isinstance(said.get("metadata"), dict) else {}
+    assert metadata is not None
+    own = metadata.get(OWN)
     if own is None:
         return False
     headers = own.get(HEADERS) if isinstance(own, dict) else None
