@@ -255,7 +255,8 @@ class Residuals:
                 kept.sender[:, span].copy_(before.sender[:, old_span])
             if kept.owner is not None and before.owner is not None:
                 kept.owner[span].copy_(before.owner[old_span])
-            self._pieces.pop(home, None)  # were it used again, it would start from here
+            if self._pieces.get(home) is before:  # were it used again, it would start from here
+                del self._pieces[home]
         elif chunk.name in self._loaded:
             self._settle_loaded(chunk, span, kept)
         self._places[key] = piece, chunk, span, kept

@@ -120,6 +120,16 @@ class Engine:
             self._waiting = self._task
             torch.autograd.Variable._execution_engine.queue_callback(self._tell)
 
+    def tell_of(self, error: BaseException, here: Peers) -> None:
+        """Backward breaks off in a job of `here`: those who wait for this rank to tell them how it went fail, too."""
+        told, self._to_tell, self._waiting = self._to_tell, {}, -1
+        for process_group, device in told.items():
+            peers = peers_of(process_group, device, "gradients")
+            if peers is here:
+                peers.give_up("gradients", error)
+            else:
+                peers.refuse("gradients", error)
+
     def _tell(self) -> None:
         """A verdict reaches all ranks of a mesh when it goes through each of its dimensions, and all others by way of
         the larger group."""
@@ -188,7 +198,11 @@ class _Reduce(ReduceScatter):
                 outcome.note(output_tensor)
 
         def job() -> list[Tensor]:
-            state.perform(peers, call, protocol, found, probe, step, outcome)
+            try:
+                state.perform(peers, call, protocol, found, probe, step, outcome)
+            except BaseException as error:
+                engine.tell_of(error, peers)
+                raise
             return [output_tensor]
 
         if residuals is not None:
