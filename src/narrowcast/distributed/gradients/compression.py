@@ -216,8 +216,8 @@ class GradientCompression:
             seed = derive_seed(self._seed, step)
             try:
                 perform(peers, call, counted, name="gradients", plain_bytes=found.plain_bytes, seed=seed)
-            except BaseException:
-                outcome.failed = True
+            except BaseException as error:
+                outcome.error = error
                 raise
         self.clock.worked(began)
         self.counted.count(found, probe)

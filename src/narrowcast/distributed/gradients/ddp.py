@@ -5,6 +5,7 @@ meanwhile. A step is over with the bucket that DDP calls the last one of a backw
 """
 
 # DDP reads the annotations of a hook: no `from __future__ import annotations` here.
+import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -125,15 +126,23 @@ def _as_torch_does(
 def _start(
     state: GradientCompression, peers: Peers, bucket: Bucket, found: BucketStats, codec: Codec | None, last: bool
 ) -> Work:
-    step, buffer = state.step, bucket.buffer
+    step, buffer, outcome = state.step, bucket.buffer, bucket.outcome
     if found.index == 0:
         state.clock.next_step()
     words = f"bucket {found.index}, dtype={buffer.dtype}, numel={found.numel}, exempt={found.exempt}"
     call = Call("gradients", lossless(buffer.dtype) if codec is None else codec, words)
 
     def job() -> list[Tensor]:
-        state.perform(peers, call, bucket.reduce, found, bucket.probe, step, bucket.outcome)
-        bucket.outcome.complete = last
+        if outcome.error is None:
+            # DDP waits for its buckets in order. An error is raised when the lane is done with all of them: DDP would
+            # otherwise fill buffers for the next step that the lane still writes to.
+            with contextlib.suppress(Exception):
+                state.perform(peers, call, bucket.reduce, found, bucket.probe, step, outcome)
+        else:
+            peers.give_up("gradients", outcome.error)
+        if last and outcome.error is not None:
+            raise outcome.error
+        outcome.complete = last
         return [buffer]
 
     work = start(peers, "gradients", job, [buffer], True)

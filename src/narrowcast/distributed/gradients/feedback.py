@@ -181,7 +181,7 @@ class Residuals:
         if outcome.applies:
             for kept in reduced:
                 kept.commit()
-        elif outcome.failed or not outcome.complete:
+        elif outcome.error is not None or not outcome.complete:
             for kept in self._pieces.values():
                 kept.roll_back()
 

@@ -32,8 +32,8 @@ class Outcome:
     def __init__(self) -> None:
         self.complete = False
         """Whether all of its buckets have been reduced."""
-        self.failed = False
-        """Whether one of them could not be."""
+        self.error: BaseException | None = None
+        """Why one of them could not be."""
         self._verdicts: list[Tensor] = []
         """Zero or NaN, where the gradients are."""
         self._arriving: list[tuple[Tensor, torch.cuda.Event]] = []
@@ -72,7 +72,7 @@ class Outcome:
         for host, event in arriving:
             event.synchronize()
             self._finite = self._finite and not math.isnan(float(host))
-        return self._finite and self.complete and not self.failed
+        return self._finite and self.complete and self.error is None
 
 
 def share(outcome: Outcome, peers: Peers, step: int) -> None:
