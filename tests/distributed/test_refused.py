@@ -13,6 +13,7 @@ from ranks import run
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+import narrowcast as nc
 from narrowcast import distributed as ncd
 from narrowcast.errors import CollectiveError, MismatchError
 
@@ -226,3 +227,35 @@ def _other_tags(rank: int) -> list[float]:
 
 def test_messages_of_other_tags_arrive_although_one_was_refused() -> None:
     assert run(2, _other_tags)[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _gradients(rank: int) -> tuple[str, str, list[float]]:
+    """Rank 1 cannot say which codec step 1 takes: no other bucket of the others may meet its next one."""
+
+    def schedule(step: int) -> str:
+        if step == 1 and rank == 1:
+            raise OSError("no such file")
+        return "raw"
+
+    state = nc.GradientCompression("raw", schedule=schedule, exempt=None)
+    parameter = torch.zeros(2048)
+    error, seen = None, []
+    for turn in (1.0, 10.0, 100.0):
+        bucket = torch.full((2048,), turn * (rank + 1))
+        try:
+            state.reduce(bucket, [parameter], [0], 0, True).wait()
+            seen.append(float(bucket[0]))
+        except Exception as raised:
+            error = raised
+            state.step = 2  # what a trainer that goes on with the next batch has
+    return type(error).__name__, str(error), seen
+
+
+def test_a_bucket_that_one_rank_cannot_hand_over_fails_on_all_and_the_next_one_is_right() -> None:
+    (kind, text, seen), (own, _, seen_there) = run(2, _gradients)
+    assert own == "OSError"
+    assert "rank 1 failed in it: OSError: no such file" in text, kind
+    assert seen == seen_there == [1.5, 150.0]

@@ -8,13 +8,14 @@ of all tags in one order.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from narrowcast.distributed.arena import Arena
 from narrowcast.distributed.board import Failure
 from narrowcast.distributed.connections import Connections
-from narrowcast.distributed.lane import Lane, Work
+from narrowcast.distributed.lane import Lane, Work, accepted
 from narrowcast.distributed.message import WireError
 from narrowcast.distributed.wire import HostWire, Wire
 from narrowcast.errors import MismatchError
@@ -84,6 +85,17 @@ class Peers:
             except BaseException as error:
                 self._fail(Failure.of(error, self.ranks[self.rank], number, op, self._tag))
                 raise
+
+    @contextlib.contextmanager
+    def refusing(self, op: str) -> Iterator[None]:
+        """What raises in here before the lane took a job is a call that this rank refuses."""
+        before = accepted()
+        try:
+            yield
+        except BaseException as error:
+            if accepted() == before:
+                self.refuse(op, error)
+            raise
 
     def refuse(self, op: str, error: BaseException) -> None:
         """Take part in a call by failing it: this rank cannot make it, and the others are to know why.

@@ -26,7 +26,7 @@ from narrowcast.distributed.gradients.options import numbers
 from narrowcast.distributed.gradients.telemetry import BucketStats
 from narrowcast.distributed.lane import Work
 from narrowcast.distributed.launch import start
-from narrowcast.distributed.peers import Peers
+from narrowcast.distributed.peers import Peers, peers_of
 from narrowcast.errors import CollectiveError, DtypeError, SpecError
 
 
@@ -48,17 +48,27 @@ def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
 def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """For `ddp.register_comm_hook(state, gradient_hook)`: the average of a bucket over all ranks, compressed."""
     buffer = bucket.buffer()
-    _check_join(state.trainer())
-    if buffer.is_sparse:
-        name = ", ".join(state.name_of(parameter) for parameter in bucket.parameters())  # DDP puts it in alone
-        raise DtypeError(
-            f"{name}: its gradient is sparse, and codecs take dense ones. Make the embedding with sparse=False."
-        )
+    try:
+        _check(state, bucket)
+    except Exception as error:
+        group = arguments.group_of(state.process_group, "compress_gradients")
+        if group is not None:
+            peers_of(group, buffer.device, "gradients").refuse("gradients", error)
+        raise
     first, parameters = buffer.storage_offset(), bucket.parameters()
     offsets = [int(gradient.storage_offset() - first) for gradient in bucket.gradients()]
     # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
     offsets = [offset * numbers(p) for offset, p in zip(offsets, parameters, strict=True)]
     return reduce(state, buffer, parameters, offsets, bucket.index(), bucket.is_last())
+
+
+def _check(state: GradientCompression, bucket: dist.GradBucket) -> None:
+    _check_join(state.trainer())
+    if bucket.buffer().is_sparse:
+        name = ", ".join(state.name_of(parameter) for parameter in bucket.parameters())  # DDP puts it in alone
+        raise DtypeError(
+            f"{name}: its gradient is sparse, and codecs take dense ones. Make the embedding with sparse=False."
+        )
 
 
 def _check_join(ddp: Any) -> None:
@@ -86,14 +96,15 @@ def reduce(
     peers = state.agree(group, buffer)
     if state.idle:
         return _as_torch_does(state, group, buffer, index, last)
-    codec, reason = state.codec_at(state.step)
-    pieces = _pieces(state, parameters, offsets, buffer.numel(), peers, codec is None)
-    found = BucketStats(index, buffer.numel(), sum(piece.exempt_numel for piece in pieces))
-    found.plain_bytes = _plain_bytes(buffer, peers.size)
-    codec = codec_for(found, codec, reason)
-    outcome = state.outcome_of(index == 0)
-    bucket = Bucket(buffer, pieces, state.residuals, outcome, state.probe_for(found, state.step))
-    work = _start(state, peers, bucket, found, codec, last)
+    with peers.refusing("gradients"):
+        codec, reason = state.codec_at(state.step)
+        pieces = _pieces(state, parameters, offsets, buffer.numel(), peers, codec is None)
+        found = BucketStats(index, buffer.numel(), sum(piece.exempt_numel for piece in pieces))
+        found.plain_bytes = _plain_bytes(buffer, peers.size)
+        codec = codec_for(found, codec, reason)
+        outcome = state.outcome_of(index == 0)
+        bucket = Bucket(buffer, pieces, state.residuals, outcome, state.probe_for(found, state.step))
+        work = _start(state, peers, bucket, found, codec, last)
     if last:
         state.clock.handed_over()
         state.step += 1

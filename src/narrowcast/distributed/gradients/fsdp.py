@@ -169,15 +169,30 @@ class _Reduce(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         engine, state, ranks = self._engine, self._engine.state, group.size()
-        (step, outcome), columns = engine.step_of(self._group), output_tensor.numel()
+        step, outcome = engine.step_of(self._group)
         found = BucketStats(self._group.index, input_tensor.numel(), input_tensor.numel())
         found.plain_bytes = arguments.nbytes(input_tensor) * (ranks - 1) // ranks
         if state.idle:
             state.count_idle(found)
             return self._own(output_tensor, input_tensor, group, op, async_op)
+        peers = state.agree(group, input_tensor)
+        with peers.refusing("gradients"):
+            return self._start(peers, output_tensor, input_tensor, op, async_op, found, step, outcome)
+
+    def _start(
+        self,
+        peers: Peers,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        op: Any,
+        async_op: bool,
+        found: BucketStats,
+        step: int,
+        outcome: Outcome,
+    ) -> dist.Work | None:
+        engine, state, ranks, columns = self._engine, self._engine.state, peers.size, output_tensor.numel()
         divisor, factor = _reduction(op, ranks)
         codec, reason = state.codec_at(step)
-        peers = state.agree(group, input_tensor)
         layout = engine.layout(self._group, self._group.with_gradients(columns), peers, codec is None)
         found.exempt = sum(piece.exempt_numel for piece in layout) * ranks
         codec = codec_for(found, codec, reason)

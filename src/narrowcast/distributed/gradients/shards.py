@@ -237,16 +237,14 @@ class _Gathered:
     def alone(self) -> None:
         """All of it, where there is one piece: a small one goes with the header."""
         self._encode()
-        sizes = [self._inbox.shape[1]] * self._exchange.size
-        self._exchange.open(lambda peer: self._mine, sizes, self._coming(), self._decode)
+        self._exchange.open_to_all(self._mine, self._coming(), self._decode)
 
     def expect(self) -> None:
         self._arrive: Callable[[], Iterator[int]] = self._exchange.wire.expect(self._coming())
 
     def send(self) -> None:
         self._encode()
-        for peer in self._exchange.targets:
-            self._exchange.send(self._mine, peer)
+        self._exchange.send_to_all(self._mine)
         self._decode(self._exchange.rank)
 
     def finish(self) -> None:
