@@ -41,14 +41,15 @@ def take_facts(quantizer: FakeQuantize, facts: Mapping[str, Any]) -> None:
 def take_stored(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
     """Let the quantizers of a model become what a file says of them, by the keys of their extra states."""
     for name, module in model.named_modules():
-        key = f"{name}.{extra_state.KEY}"
+        key = (f"{name}." if name else "") + extra_state.KEY
         if key in stored and hasattr(module, "check_state"):
             module.set_extra_state(stored[key])
 
 
 def observer_keys(model: nn.Module, keys: Iterable[str]) -> list[str]:
     """Of the keys of a file, those of observers, which quantizers take on."""
-    starts = tuple(f"{name}.observer." for name, some in model.named_modules() if hasattr(some, "check_state"))
+    quantizers = (name for name, some in model.named_modules() if hasattr(some, "check_state"))
+    starts = tuple(f"{name}.observer." if name else "observer." for name in quantizers)
     return [key for key in keys if key.startswith(starts)]
 
 

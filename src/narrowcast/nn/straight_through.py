@@ -40,8 +40,8 @@ def quantized(x: Tensor, alpha: Tensor, way: Way) -> Tensor | None:
     plain = type(x) is Tensor or type(x) is nn.Parameter
     dtypes = fake.DTYPES if way.normalize is None else (torch.float32,)
     fixed = alpha.detach()
-    plain = plain and x.dtype in dtypes and x.numel() > 0 and not x.is_neg()
-    if not plain or not ops.unwatched(fixed) or not surely_good(fixed):
+    plain = plain and x.dtype in dtypes and x.numel() > 0
+    if not plain or not ops.unwatched(fixed) or x.is_neg() or not surely_good(fixed):
         return None
     return Quantize.apply(x, alpha, way)  # type: ignore[no-any-return,no-untyped-call]
 
