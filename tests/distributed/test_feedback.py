@@ -14,7 +14,8 @@ from narrowcast.distributed.arena import Arena
 from narrowcast.distributed.coder import Coder
 from narrowcast.distributed.gradients import columns
 from narrowcast.distributed.gradients.columns import Entry, PieceLayout, lay_out
-from narrowcast.distributed.gradients.feedback import FeedbackStrip, Residuals, leave_residual
+from narrowcast.distributed.gradients.feedback import FeedbackStrip, Residuals
+from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.telemetry import Probe
 from narrowcast.distributed.stats import Meter
 
@@ -109,11 +110,31 @@ def test_a_probe_says_how_far_the_signal_is_above_the_noise_and_changes_nothing(
     assert math.isnan(Probe().sqnr("sender"))
 
 
+@pytest.mark.parametrize("spec", [*EXACT, "sign", "levels:table=-1.0|1.0", "pot3", "fp8_e5m2"])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_a_residual_is_zero_where_something_was_not_finite(bad: float) -> None:
-    meant = torch.tensor([1.0, bad, 2.0, 3.0])
-    leave_residual(meant, torch.tensor([0.75, 1.0, bad, 3.5]))
-    assert meant.tolist() == [0.25, 0.0, 0.0, -0.5]
+def test_what_is_not_finite_at_a_sender_is_not_finite_in_the_result_so_that_no_residual_of_it_counts(
+    bad: float, spec: str
+) -> None:
+    sender, owner = torch.zeros(2, NUMEL), torch.zeros(NUMEL)
+    gradient, other = torch.ones(2, NUMEL), torch.ones(NUMEL)
+    other[5] = bad
+    strip = _owned_by_zero(spec, sender, owner)
+    _go(strip, sender, gradient, other)
+    outcome = Outcome()
+    outcome.note(strip.results[0])
+    outcome.complete = True
+    assert not outcome.applies
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_sum_that_overflows_is_not_taken_for_a_number_that_is_not_finite(dtype: torch.dtype) -> None:
+    outcome = Outcome()
+    outcome.note(torch.full((1000,), torch.finfo(dtype).max if dtype != torch.float64 else 3e38, dtype=dtype))
+    outcome.note(torch.empty(0, dtype=dtype))
+    outcome.complete = True
+    assert outcome.applies
+    outcome.note(torch.tensor([1.0, math.nan], dtype=dtype))
+    assert not outcome.applies
 
 
 # -- by parameter -----------------------------------------------------------------------------------------------------

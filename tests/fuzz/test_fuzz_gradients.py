@@ -232,7 +232,8 @@ def programs(draw: Any, world: int) -> Program:
     return Program(
         world=world,
         shapes=shapes,
-        dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16])),
+        # FSDP2 divides fp16 gradients before it hands them over: residuals are then in other units than the averages.
+        dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16] + [torch.float16] * (not sharded))),
         codec=draw(st.sampled_from(CODECS)),
         feedback=draw(st.sampled_from([True, True, "owner", False])),
         exempt=draw(st.sampled_from([None, None, "p1", ["p0", "p2"]])),

@@ -106,8 +106,8 @@ class FeedbackStrip(Strip):
 
 
 def leave_residual(meant: Tensor, sent: Tensor) -> None:
-    """Turn what was meant into the residual. Where one of them is not finite, it is zero."""
-    meant.sub_(sent).nan_to_num_(0.0, 0.0, 0.0)
+    """Turn what was meant into the residual. If one is not finite, neither is a result, and the residual never counts."""
+    meant.sub_(sent)
 
 
 class Kept:

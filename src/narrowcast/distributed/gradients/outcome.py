@@ -42,9 +42,12 @@ class Outcome:
 
     def note(self, results: Tensor) -> None:
         """Look at what all ranks, or this one, ended with. On a stream, it is the current one."""
-        if results.numel():
-            ends = torch.stack(torch.aminmax(results)).float()
-            self.add((ends - ends).sum())
+        if not results.numel():
+            return
+        if not results.is_cuda and math.isfinite(float(results.sum(dtype=torch.float32))):
+            return  # so are all terms; a sum that is not may have overflowed, and does not tell
+        ends = torch.stack(torch.aminmax(results)).float()
+        self.add((ends - ends).sum())
 
     def add(self, verdict: Tensor) -> None:
         """Take a verdict into account: zero or NaN."""
