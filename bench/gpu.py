@@ -46,7 +46,7 @@ OTHERS = (
     "int6",
     "apot8",
     "pot5",
-    "fp8_e4m3:block=128",
+    "fp8_e4m3:scale=none",
     "int8:zero_point=true",
     "int8:stochastic=true",
     "int8:block=1024",

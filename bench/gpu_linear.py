@@ -99,7 +99,7 @@ def rows_of(codec: nc.Codec, n: int, k: int, count: int = 0) -> Tensor:
 FUSED = (
     *CODECS,
     *("int8:block=32", "int8:block=64,scale=bf16", "int4:block=32", "int4:block=row", "nf4:block=128", "pot4"),
-    *("int4:block=256,scale=e8m0", "int4:scale=fp16", "fp8_e5m2", "fp8_e4m3:block=128", "apot8"),
+    *("int4:block=256,scale=e8m0", "int4:scale=fp16", "fp8_e5m2", "fp8_e4m3:scale=none", "apot8"),
 )
 OTHERS = ("int3", "int2", "int8:zero_point=true", "sign", "bf16", "apot5", "int4:block=24", "int6:block=row")
 BATCHES = ((1, True), (1, False), (2, True), (8, True), (13, False), (33, True), (64, False), (65, False), (300, False))

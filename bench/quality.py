@@ -55,7 +55,7 @@ CODECS = (
         "int5",
     ),
     *("apot5", "int4:block=32", "int4:block=64", "int4:block=128", "int4:block=row", "int4:zero_point=true", "nf4"),
-    *("apot4", "pot4", "int3", "apot3", "int2", "sign", "fp8_e4m3", "fp8_e4m3:block=128", "fp8_e5m2"),
+    *("apot4", "pot4", "int3", "apot3", "int2", "sign", "fp8_e4m3", "fp8_e4m3:scale=none", "fp8_e5m2"),
 )
 MIXED = ("int8", "int6", "int5", "int4", "nf4", "apot4", "int3", "int2")
 BUDGETS = (3.6, 4.5, 5.5)

@@ -156,7 +156,7 @@ def decode_row(spec: str, numel: int, row: bytes) -> list[float]:
     codes = [stream >> (i * bits) & (2**bits - 1) for i in range(numel)]
     if name == "raw":
         return [struct.unpack("<f", struct.pack("<I", code))[0] for code in codes]
-    if name in FLOAT_BITS and "block" not in options:
+    if name in ("fp16", "bf16") or options.get("scale") == "none":
         return [small_float(code, *FLOAT_BITS[name]) for code in codes]
 
     small = bits <= 4

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from narrowcast.codecs import codec
+from narrowcast.codecs import codec_in_file
 from narrowcast.errors import CheckpointError, LoadWarning, ModelMismatchError, StateDictError
 from narrowcast.nn import FakeQuantize, adopt, encodings
 from narrowcast.nn.encodings import check_said, stored_state
@@ -209,7 +209,7 @@ def _declared(found: Checkpoint, model: nn.Module, sources: Mapping[str, str]) -
         spec = weights.get(source, weights.get(module_name(source)))
         if spec is not None and found.stored[source].dtype == torch.uint8:
             _, shape, dtype = own.get(key, (None, keys[key].shape, keys[key].dtype))
-            made[source] = Encoding(codec(spec), shape, dtype)
+            made[source] = Encoding(codec_in_file(spec), shape, dtype)
             said = join(source.rpartition(".")[0], KEY)
             if said in found.file_of:
                 check_said(made[source], source, found.tensor(said), f"{found.path}: ")

@@ -8,7 +8,7 @@ import torch
 import narrowcast as nc
 from cases import CODECS, mixed
 from narrowcast import Codec
-from narrowcast.codecs import Cast, Float8, Levels, NormalFloat, Sign, Uniform
+from narrowcast.codecs import Cast, Float8, Levels, NormalFloat, Sign, Uniform, codec_in_file
 from narrowcast.errors import DtypeError, NarrowcastError, PayloadError, ShapeError, SpecError
 
 BLOCKS = "a block is a multiple of 8 from 8 to 65536 elements"
@@ -34,7 +34,9 @@ def test_these_codecs_exist() -> None:
 
 
 def test_every_listed_name_is_a_codec_of_that_name() -> None:
-    assert [nc.codec(name).spec for name in nc.list_codecs()] == nc.list_codecs()
+    assert [nc.codec(name).name for name in nc.list_codecs()] == nc.list_codecs()
+    plain = [name for name in nc.list_codecs() if not name.startswith("fp8")]
+    assert [nc.codec(name).spec for name in plain] == plain
 
 
 def test_the_table_of_tests_holds_every_codec() -> None:
@@ -182,11 +184,22 @@ def test_a_scale_that_cannot_be_is_refused(name: str, scale: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
-def test_a_scale_without_a_block_is_refused_and_the_fix_shown(name: str) -> None:
+def test_an_fp8_name_has_blocks_of_128_and_without_scales_it_is_a_plain_cast(name: str) -> None:
+    assert nc.codec(name) == nc.codec(f"{name}:block=128") == nc.codec(f"{name}:block=128,scale=fp32")
+    assert nc.codec(f"{name}:scale=bf16") == nc.codec(f"{name}:block=128,scale=bf16")
+    assert nc.codec(f"{name}:scale=none").block is None
     with pytest.raises(SpecError) as caught:
-        nc.codec(f"{name}:scale=bf16")
-    assert says(caught, "scale='bf16'", name, "plain cast has no scales", f'"{name}:block=128,scale=bf16"')
-    assert nc.codec(f"{name}:block=128,scale=bf16").block == 128
+        nc.codec(f"{name}:block=32,scale=none")
+    assert says(caught, "block=32", name, "plain cast has no blocks", f'"{name}:block=32"', f'"{name}:scale=none"')
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_nothing_written_has_a_bare_fp8_name_which_in_a_file_is_the_old_plain_cast(name: str) -> None:
+    for codec in (nc.codec(name), nc.codec(f"{name}:scale=none"), nc.codec(f"{name}:block=32")):
+        assert codec.spec != name
+        assert codec_in_file(codec.spec) == codec_in_file(codec.config()) == codec
+    assert codec_in_file(name) == codec_in_file({"name": name}) == nc.codec(f"{name}:scale=none")
+    assert codec_in_file("int8") == nc.codec("int8")
 
 
 @pytest.mark.parametrize("option", ["zero_point", "stochastic"])

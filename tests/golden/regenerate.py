@@ -18,7 +18,7 @@ from narrowcast.kernels import reference
 FOLDER = Path(__file__).parent
 SEED = 20
 SPECS = (
-    *["raw", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"],
+    *["raw", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3:scale=none", "fp8_e5m2:scale=none"],
     *["fp8_e4m3:block=8", "fp8_e5m2:block=24,scale=e8m0", "fp8_e4m3:block=row,scale=bf16"],
     *["sign", "sign:block=8,scale=fp32", "sign:block=24,scale=e8m0", "sign:block=row,scale=fp16"],
     *["int2", "int3", "int4", "int5", "int6", "int8"],

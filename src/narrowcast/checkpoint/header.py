@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowcast.codecs import Codec, codec
+from narrowcast.codecs import Codec, codec, codec_in_file
 from narrowcast.errors import CheckpointError, NarrowcastError, NewerVersionError
 from narrowcast.payload import Encoding
 
@@ -269,7 +269,7 @@ def _input(entry: object, layer: str, names: set[str], where: str) -> tuple[Code
             f"{where}: the inputs of {short(layer)} are said to be quantized, with signed={short(signed)}, but signed "
             f"is true or false, and {clip_of(layer)!r} a tensor of the file. The metadata is damaged or another file's."
         )
-    return _codec(about.get("codec"), layer, where), signed
+    return _codec(about.get("codec"), layer, where, of_inputs=True), signed
 
 
 def _encoding(entry: object, name: str, tensors: dict[str, Stored], where: str) -> Encoding:
@@ -292,9 +292,9 @@ def _encoding(entry: object, name: str, tensors: dict[str, Stored], where: str) 
     return Encoding(chosen, shape, _FLOATS[dtype])
 
 
-def _codec(spec: Any, name: str, where: str) -> Codec:
+def _codec(spec: Any, name: str, where: str, of_inputs: bool = False) -> Codec:
     try:
-        return codec(spec)
+        return codec(spec) if of_inputs else codec_in_file(spec)  # a grid, which has no blocks, or rows of bytes
     except (NarrowcastError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
             f"{where}: {short(name)} has a codec that cannot be made: {str(error)[:200]} It comes from a later "

@@ -42,6 +42,18 @@ def codec(spec: str | Codec | Mapping[str, Any]) -> Codec:
     return _resolve(spec)
 
 
+def codec_in_file(spec: str | Codec | Mapping[str, Any]) -> Codec:
+    """The codec that a file, a config or a state names.
+
+    The fp8 names stood for a plain cast until they were given blocks. What is written since then says which of the two
+    it is, so that a bare name can only be an old one.
+    """
+    named = {"name": spec} if isinstance(spec, str) else spec
+    if isinstance(named, Mapping) and dict(named) in [{"name": name} for name in ("fp8_e4m3", "fp8_e5m2")]:
+        return codec({**named, "scale": "none"})
+    return codec(spec)
+
+
 def _resolve(spec: str | Codec | Mapping[str, Any]) -> Codec:
     if isinstance(spec, Codec):
         return spec

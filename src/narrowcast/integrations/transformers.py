@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast import codec as as_codec
-from narrowcast.codecs import Codec
+from narrowcast.codecs import Codec, codec_in_file
 from narrowcast.codecs.rules import CodecLike, compile_rules
 from narrowcast.errors import QuantizeError, SpecError, StateDictError
 from narrowcast.nn import adopt, dequantize_, encodings
@@ -78,7 +78,7 @@ class NarrowcastConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.codec = None if codec is None else as_codec(codec).spec
         self.rules = compile_rules(rules, None).config()
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
-        self.weights = {name: as_codec(spec).spec for name, spec in (weights or {}).items()}
+        self.weights = {name: codec_in_file(spec).spec for name, spec in (weights or {}).items()}
 
 
 @register_quantizer(METHOD)

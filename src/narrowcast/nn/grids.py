@@ -97,7 +97,7 @@ def trainable(codec: CodecLike) -> Codec:
         )
     elif format.stochastic:
         why = "training rounds to nearest: drop stochastic=true"
-    elif chosen.given.get("block", "row") != "row":
+    elif chosen.given.get("block", "row") != "row" and chosen != as_codec(chosen.name):
         why = f"a clip is learned per channel or per tensor, not per block: drop block={chosen.given['block']}"
     elif chosen.given.get("scale", "fp32") != "fp32":
         why = f"learned scales are stored as they are, in fp32: drop scale={chosen.given['scale']}"

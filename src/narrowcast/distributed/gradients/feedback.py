@@ -106,7 +106,7 @@ class FeedbackStrip(Strip):
 
 
 def leave_residual(meant: Tensor, sent: Tensor) -> None:
-    """Turn what was meant into the residual. If one is not finite, neither is a result, and the residual never counts."""
+    """Turn what was meant into the residual. Where one is not finite a result is not, and the residual never counts."""
     meant.sub_(sent)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from narrowcast.codecs import Codec
-from narrowcast.codecs import codec as as_codec
+from narrowcast.codecs import Codec, codec_in_file
 from narrowcast.distributed.gradients.columns import chunks
 from narrowcast.distributed.gradients.feedback import Residuals
 from narrowcast.distributed.gradients.options import Mode, for_gradients
@@ -33,7 +32,7 @@ def check(state: Mapping[str, Any]) -> None:
 
 
 def codec_of(state: Mapping[str, Any]) -> Codec | None:
-    return None if state["codec"] is None else for_gradients(as_codec(state["codec"]))
+    return None if state["codec"] is None else for_gradients(codec_in_file(state["codec"]))
 
 
 def check_fits(
