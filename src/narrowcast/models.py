@@ -28,7 +28,7 @@ from narrowcast.nn import FakeQuantize, adopt, encodings
 from narrowcast.nn.encodings import check_said, stored_state
 from narrowcast.nn.extra_state import KEY
 from narrowcast.nn.input_grids import Inputs, adopt_inputs, input_keys, quantized_inputs
-from narrowcast.nn.placing import check_whole_tensors, holders, new_tensor, put, twin_of
+from narrowcast.nn.placing import check_whole_tensors, holders, load_modules, new_tensor, put, twin_of
 from narrowcast.nn.quantizer_state import observer_keys, take_stored
 from narrowcast.nn.slots import join, survey
 from narrowcast.payload import EncodedRows, Encoding
@@ -326,7 +326,7 @@ def _assign(
         if stays:
             made[source] = new_tensor(own, tensor, place)
         placed[id(own)] = made[source] if stays else put(own, tensor, place)
-    model.load_state_dict({key: placed[id(keys[key])] for key in sources}, strict=False, assign=True)
+    load_modules(model, {key: placed[id(keys[key])] for key in sources})
     if device is not None:
         for module in model.modules():
             for name in module._non_persistent_buffers_set:

@@ -9,11 +9,22 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import ModelMismatchError
+from narrowcast.errors import ModelMismatchError, StateDictError
+
+_ASSIGN = "assign_to_params_buffers"
+"""Where torch tells modules of load_state_dict's assign=True."""
+
+
+class IncompatibleKeys(NamedTuple):
+    """What torch tells hooks that run behind a load."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 def put(own: Tensor, tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -39,6 +50,29 @@ def new_tensor(own: Tensor, tensor: Tensor, device: torch.device | str) -> Tenso
     """A tensor in the place of `own`, and a Parameter where that is one."""
     moved = tensor.to(device)
     return nn.Parameter(moved, own.requires_grad) if isinstance(own, nn.Parameter) else moved
+
+
+def load_modules(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """What `model.load_state_dict(state, strict=False, assign=True)` does, in linear time.
+
+    torch picks the keys of every child anew from all keys of its parent: 6,000 tensors of one Sequential take it 3 s.
+    Modules find their own keys by prefix, so here each gets all of them.
+    """
+    modules = [*model.named_modules(remove_duplicate=False)]
+    if any(type(module).load_state_dict is not nn.Module.load_state_dict for _, module in modules):
+        model.load_state_dict(state, strict=False, assign=True)
+        return
+    missing: list[str] = []
+    unexpected: list[str] = []
+    errors: list[str] = []
+    for name, module in modules:
+        lists = (missing, unexpected, errors)
+        module._load_from_state_dict(state, f"{name}." if name else "", {_ASSIGN: True}, False, *lists)
+    for _, module in reversed(modules):
+        for hook in module._load_state_dict_post_hooks.values():
+            hook(module, IncompatibleKeys(missing, unexpected))
+    if errors:
+        raise StateDictError(f"model: {' '.join(errors)}")
 
 
 def holders(parameters: Iterable[Tensor]) -> list[str]:
