@@ -98,7 +98,7 @@ class Codec:
         seed = checks.seed(seed) if self.format.stochastic else 0
         recipe = self._recipe(rows.device)
         checks.out(out, (*rows.shape[:-1], self.row_bytes(flat.shape[1])), (torch.uint8,), rows.device)
-        return _write(out, lambda target: ops.encode_(target, flat, recipe, seed))
+        return _write(out, lambda target: ops.encode_(target, flat, recipe, seed), flat)
 
     def encode_matrix(self, rows: Tensor, seed: int | None) -> Tensor:
         """`encode` of a plain float matrix that has been checked."""
@@ -117,7 +117,7 @@ class Codec:
             made = ops.decode(flat, numel, dtype, recipe)
             return made if rows.dim() == 2 else made.view(*rows.shape[:-1], numel)
         checks.out(out, (*rows.shape[:-1], numel), checks.FLOATS, rows.device)
-        return _write(out, lambda target: ops.decode_(target, flat, recipe))
+        return _write(out, lambda target: ops.decode_(target, flat, recipe), flat)
 
     def decode_sum(
         self,
@@ -140,7 +140,7 @@ class Codec:
             checks.float_dtype(dtype, "dtype")
             return ops.decode_sum(rows, numel, dtype, recipe, own, own_rank, divisor)
         checks.out(out, (numel,), checks.FLOATS, rows.device)
-        return _write(out, lambda target: ops.decode_sum_(target[0], rows, recipe, own, own_rank, divisor))
+        return _write(out, lambda target: ops.decode_sum_(target[0], rows, recipe, own, own_rank, divisor), rows, own)
 
     def decode_sum_encode(
         self,
@@ -160,7 +160,8 @@ class Codec:
         if out is None:
             return ops.reduce(rows, numel, recipe, own, own_rank, divisor, seed)
         checks.out(out, (rows.shape[-1],), (torch.uint8,), rows.device)
-        return _write(out, lambda target: ops.reduce_(target[0], rows, numel, recipe, own, own_rank, divisor, seed))
+        arguments = rows, numel, recipe, own, own_rank, divisor, seed
+        return _write(out, lambda target: ops.reduce_(target[0], *arguments), rows, own)
 
     def linear(self, x: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias, where `rows` [out, row_bytes(numel)] is W encoded and x is [..., numel].
@@ -289,9 +290,13 @@ def _spell(value: object) -> str:
     return str(value)
 
 
-def _write(out: Tensor, write: Callable[[Tensor], None]) -> Tensor:
-    """Let `write` fill a matrix of rows: `out` itself where it is contiguous, else a copy that is then copied."""
-    plain = out.is_contiguous() and not checks.negated(out)
+def _write(out: Tensor, write: Callable[[Tensor], None], *sources: Tensor | None) -> Tensor:
+    """Let `write` fill a matrix of rows: `out` itself, or a copy that is then copied.
+
+    A copy where `out` is not contiguous, and where it may share memory with what is read: a kernel would read there
+    what it has just written.
+    """
+    plain = out.is_contiguous() and not checks.negated(out) and not checks.shared(out, sources)
     target = out if plain else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     write(target if target.dim() == 2 else target.view(math.prod(target.shape[:-1]), target.shape[-1]))
     if target is not out:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from narrowcast.errors import DtypeError, PayloadError, ShapeError, SpecError
 
@@ -110,6 +112,39 @@ def plain(tensor: Tensor) -> Tensor:
 def negated(tensor: Tensor) -> bool:
     """Whether memory holds the opposite of what the tensor shows. A compiler settles that itself."""
     return not torch.compiler.is_compiling() and tensor.is_neg()
+
+
+def shared(out: Tensor, sources: Sequence[Tensor | None]) -> bool:
+    """Whether a contiguous `out` may share memory with what is read. A compiler settles that itself.
+
+    Not so where both are the very same elements, each of which is read before it is written: a sum may replace its own
+    row.
+    """
+    if torch.compiler.is_compiling() or out.device.type == "meta":
+        return False
+    if type(out) is not Tensor and not isinstance(out, Parameter):  # with memory of another kind, or none
+        return True
+    first = out.data_ptr()
+    end = first + out.nbytes
+    for source in sources:
+        if source is None:
+            continue
+        begin = source.data_ptr()
+        if begin >= end or begin + _reach(source) <= first:
+            continue
+        if begin != first or source.dtype != out.dtype or source.shape != out.shape:
+            return True
+    return False
+
+
+def _reach(tensor: Tensor) -> int:
+    """The bytes from a tensor's first element to the end of its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    if not tensor.numel():
+        return 0
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
 
 
 def count(number: int, argument: str) -> None:

@@ -114,12 +114,12 @@ def _seen(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 
 def _flat(scale: Tensor) -> Tensor:
-    return scale if scale.dim() == 1 and scale.is_contiguous() else scale.reshape(-1).contiguous()
+    return scale.resolve_neg() if scale.dim() == 1 and scale.is_contiguous() else scale.reshape(-1).contiguous()
 
 
 def _laid_out_as(x: Tensor, out: Tensor) -> Tensor:
-    """`x` with the strides of `out`, copied where it has others."""
-    return x if x.stride() == out.stride() else torch.empty_like(out, dtype=x.dtype).copy_(x)
+    """`x` with the strides of `out`; copied where it has others, or where memory holds the opposite of what x shows."""
+    return x if x.stride() == out.stride() and not x.is_neg() else torch.empty_like(out, dtype=x.dtype).copy_(x)
 
 
 def _shape(x: Tensor, *rest: object) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast.errors import ShapeError
 from narrowcast.kernels import ops
 from narrowcast.kernels.declare import Operator, declare
 from narrowcast.kernels.derivatives import Rule, batched, differentiable, remember_tensors
@@ -28,11 +29,25 @@ TILES = {"cpu": 1 << 22, "cuda": 1 << 25}
 
 
 def linear(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
-    """What modules call: the operator, or the short way round the dispatcher where nobody is watching."""
+    """What modules call: the operator, or the short way round the dispatcher where nobody is watching.
+
+    A bias of one element counts for every output, as in torch's own `linear`.
+    """
+    if bias is not None and bias.shape != data.shape[:1]:
+        bias = _for_all(bias, data.shape[0])
     wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     if not wanted and ops.unwatched(x) and not (bias is not None and bias.is_neg()):
         return _linear(x, data, *recipe, bias)
     return torch.ops.narrowcast.linear(x, data, *recipe, bias)  # type: ignore[no-any-return]
+
+
+def _for_all(bias: Tensor, outputs: int) -> Tensor:
+    if bias.dim() > 1 or bias.numel() != 1:
+        raise ShapeError(
+            f"bias: expected one element for each of the {outputs} outputs, or one for all of them, got shape "
+            f"{tuple(bias.shape)}. A bias of more dimensions is added afterwards: linear(x) + bias."
+        )
+    return bias.reshape(1).expand(outputs)
 
 
 def _linear(
@@ -43,6 +58,7 @@ def _linear(
     if out.numel() == 0:
         return out
     flat, matrix = x.reshape(batch, x.shape[-1]), out.view(batch, data.shape[0])
+    flat, bias = flat.resolve_neg(), None if bias is None else bias.resolve_neg()
     recipe = Recipe(format if isinstance(format, Format) else Format(*format), peak, table)
     if not ops.kernel_for(x.device.type).linear(matrix, flat, data, recipe, bias):
         _in_tiles(matrix, flat, data, recipe, bias)
