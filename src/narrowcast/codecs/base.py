@@ -52,6 +52,7 @@ class Codec:
         self.peak = peak
         self.given = given
         self._tables = {} if table is None else {torch.device("cpu"): table}
+        self._recipes: dict[torch.device, Recipe] = {}
         listed = ",".join(f"{key}={_spell(value)}" for key, value in given.items())
         self.spec = f"{name}:{listed}" if listed else name
 
@@ -93,8 +94,7 @@ class Codec:
         checks.float_rows(rows, "rows")
         flat = checks.as_matrix(rows, "rows")
         if out is None:
-            made = self.encode_matrix(flat, seed)
-            return made if rows.dim() == 2 else made.view(*rows.shape[:-1], made.shape[1])
+            return _shaped(self.encode_matrix(flat, seed), rows)
         seed = checks.seed(seed) if self.format.stochastic else 0
         recipe = self._recipe(rows.device)
         checks.out(out, (*rows.shape[:-1], self.row_bytes(flat.shape[1])), (torch.uint8,), rows.device)
@@ -114,8 +114,7 @@ class Codec:
         recipe = self._recipe(rows.device)
         if out is None:
             checks.float_dtype(dtype, "dtype")
-            made = ops.decode(flat, numel, dtype, recipe)
-            return made if rows.dim() == 2 else made.view(*rows.shape[:-1], numel)
+            return _shaped(ops.decode(flat, numel, dtype, recipe), rows)
         checks.out(out, (*rows.shape[:-1], numel), checks.FLOATS, rows.device)
         return _write(out, lambda target: ops.decode_(target, flat, recipe), flat)
 
@@ -222,7 +221,13 @@ class Codec:
         return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
     def _recipe(self, device: torch.device) -> Recipe:
-        return Recipe(self.format, self.peak, self._table(device) if self._tables else None)
+        found = self._recipes.get(device)
+        if found is None:
+            table = self._table(device) if self._tables else None
+            found = Recipe(self.format, self.peak, table)
+            if not torch.compiler.is_compiling():
+                self._recipes[device] = found
+        return found
 
     def _table(self, device: torch.device) -> Tensor:
         table = self._tables.get(device)
@@ -290,15 +295,24 @@ def _spell(value: object) -> str:
     return str(value)
 
 
+def _shaped(matrix: Tensor, rows: Tensor) -> Tensor:
+    """A matrix that was made of `rows` [..., n], with the dimensions of those."""
+    dims = rows.dim()
+    if dims == 2:
+        return matrix
+    return matrix.view(-1) if dims == 1 else matrix.view(*rows.shape[:-1], matrix.shape[1])
+
+
 def _write(out: Tensor, write: Callable[[Tensor], None], *sources: Tensor | None) -> Tensor:
     """Let `write` fill a matrix of rows: `out` itself, or a copy that is then copied.
 
     A copy where `out` is not contiguous, and where it may share memory with what is read: a kernel would read there
     what it has just written.
     """
-    plain = out.is_contiguous() and not checks.negated(out) and not checks.shared(out, sources)
+    plain = out.is_contiguous() and (torch.compiler.is_compiling() or checks.unshared(out, sources))
     target = out if plain else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    write(target if target.dim() == 2 else target.view(math.prod(target.shape[:-1]), target.shape[-1]))
-    if target is not out:
+    dims = target.dim()
+    write(target if dims == 2 else target.unsqueeze(0) if dims == 1 else target.flatten(0, -2))
+    if not plain:
         out.copy_(target)
     return out

@@ -54,7 +54,7 @@ def out(out: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], de
     if not isinstance(out, Tensor) or out.dtype not in dtypes:
         found = _name(out.dtype) if isinstance(out, Tensor) else type(out).__name__
         raise DtypeError(f"out: expected {' or '.join(map(_name, dtypes))}, got {found}.")
-    if tuple(out.shape) != tuple(shape):
+    if out.shape != shape:
         raise ShapeError(f"out: expected shape {tuple(shape)}, got {tuple(out.shape)}; out is never resized.")
     if out.device != device:
         raise ShapeError(f"out: is on {out.device}, the input on {device}. Allocate out on {device}.")
@@ -95,9 +95,12 @@ def seed(seed: int | None) -> int:
 def as_matrix(rows: Tensor, argument: str) -> Tensor:
     """Rows [..., n] as a matrix, outside of autograd."""
     rows = plain(rows)
-    if rows.dim() == 2:
+    dims = rows.dim()
+    if dims == 2:
         return rows
-    if rows.dim() == 0:
+    if dims == 1:
+        return rows.unsqueeze(0)
+    if dims == 0:
         raise ShapeError(f"{argument}: a row is a dimension, and a scalar has none. Pass x.reshape(1).")
     return rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
 
@@ -114,33 +117,28 @@ def negated(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and tensor.is_neg()
 
 
-def shared(out: Tensor, sources: Sequence[Tensor | None]) -> bool:
-    """Whether a contiguous `out` may share memory with what is read. A compiler settles that itself.
+def unshared(out: Tensor, sources: Sequence[Tensor | None]) -> bool:
+    """Whether a kernel may write into a contiguous `out` while it reads `sources`: they share no memory.
 
-    Not so where both are the very same elements, each of which is read before it is written: a sum may replace its own
-    row.
+    They may be the very same elements, each of which is read before it is written: a sum may replace its own row.
     """
-    if torch.compiler.is_compiling() or out.device.type == "meta":
+    if out.is_neg() or (type(out) is not Tensor and not isinstance(out, Parameter)):  # or memory of another kind
         return False
-    if type(out) is not Tensor and not isinstance(out, Parameter):  # with memory of another kind, or none
-        return True
     first = out.data_ptr()
     end = first + out.nbytes
     for source in sources:
         if source is None:
             continue
         begin = source.data_ptr()
-        if begin >= end or begin + _reach(source) <= first:
+        if begin >= end or begin + (source.nbytes if source.is_contiguous() else _reach(source)) <= first:
             continue
         if begin != first or source.dtype != out.dtype or source.shape != out.shape:
-            return True
-    return False
+            return False
+    return True
 
 
 def _reach(tensor: Tensor) -> int:
     """The bytes from a tensor's first element to the end of its last."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
     if not tensor.numel():
         return 0
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -23,6 +23,29 @@ MOST_LEVELS = 256
 _UINT8, _FLOAT32, _INT8, _INT32 = torch.uint8, torch.float32, torch.int8, torch.int32
 
 
+def encoded_shape(rows: Tensor, recipe: Recipe) -> tuple[int, int]:
+    """The shape of what `rows` [rows, numel] become."""
+    size = rows.shape
+    if len(size) != 2 or rows.dtype not in FLOATS:
+        _matrix("rows", rows)
+        _fit("rows", rows, FLOATS, tuple(size), rows.device)
+    if recipe.table is not None or recipe.format.element == Element.LEVELS:
+        table(recipe, rows.device)
+    return size[0], layout(recipe.format, size[1]).row_bytes
+
+
+def decoded_shape(data: Tensor, numel: int, dtype: torch.dtype, recipe: Recipe) -> tuple[int, int]:
+    """The shape of what `data` [rows, row_bytes] becomes."""
+    size, row_bytes = data.shape, layout(recipe.format, numel).row_bytes
+    if len(size) != 2 or size[1] != row_bytes or data.dtype is not _UINT8 or dtype not in FLOATS:
+        _matrix("data", data)
+        _fit("data", data, BYTES, (size[0], row_bytes), data.device)
+        raise DtypeError(f"dtype: {dtype} is none of the floats that rows are decoded to.")
+    if recipe.table is not None or recipe.format.element == Element.LEVELS:
+        table(recipe, data.device)
+    return size[0], numel
+
+
 def encode(out: Tensor, rows: Tensor, recipe: Recipe) -> None:
     """`out` [rows, row_bytes] of `rows` [rows, numel]."""
     size, device = rows.shape, rows.device
@@ -32,7 +55,7 @@ def encode(out: Tensor, rows: Tensor, recipe: Recipe) -> None:
         or out.dtype is not _UINT8
         or out.shape != (size[0], layout(recipe.format, size[1]).row_bytes)
         or out.device != device
-        or not _rows_apart(out, size[0])
+        or not (out.is_contiguous() or _rows_apart(out, size[0]))
     ):
         _matrix("rows", rows)
         _fit("rows", rows, FLOATS, tuple(size), device)
@@ -51,7 +74,7 @@ def decode(out: Tensor, data: Tensor, recipe: Recipe) -> None:
         or data.dtype is not _UINT8
         or data.shape != (size[0], layout(recipe.format, size[1]).row_bytes)
         or out.device != device
-        or not _rows_apart(out, size[0])
+        or not (out.is_contiguous() or _rows_apart(out, size[0]))
     ):
         _matrix("out", out)
         _fit("data", data, BYTES, (size[0], layout(recipe.format, size[1]).row_bytes), device)
@@ -94,7 +117,7 @@ def linear(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | 
         or out.dtype is not x.dtype
         or out.shape != (size[0], shape[0])
         or out.device != device
-        or not _rows_apart(out, size[0])
+        or not (out.is_contiguous() or _rows_apart(out, size[0]))
     ):
         _matrix("x", x)
         _matrix("data", data)
@@ -147,7 +170,7 @@ def integer_linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
         or out.dtype is not _INT32
         or out.shape != (size[0], shape[0])
         or out.device != device
-        or not _rows_apart(out, size[0])
+        or not (out.is_contiguous() or _rows_apart(out, size[0]))
     ):
         _matrix("x", x)
         _matrix("weight", weight)
@@ -164,9 +187,14 @@ def table(recipe: Recipe, device: torch.device) -> None:
         raise ShapeError(
             f"table: a recipe of {Element(recipe.format.element).name} codes {'lacks' if wanted else 'has'} one."
         )
-    size = (2, 1 << recipe.format.bits)
-    if found.shape != size or found.dtype is not _FLOAT32 or found.device != device or not found.is_contiguous():
-        _fit("table", found, FLOAT32, size, device)
+    levels = 1 << recipe.format.bits
+    if (
+        found.numel() != 2 * levels
+        or found.dtype is not _FLOAT32
+        or found.device != device
+        or not found.is_contiguous()
+    ):
+        _fit("table", found, FLOAT32, (2, levels), device)
         raise _not_contiguous("table", found)
 
 

@@ -6,6 +6,7 @@ are given: callers get to them through the ones without, which check first (argu
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from narrowcast.kernels import arguments, reference
@@ -19,6 +20,20 @@ class Kernel:
 
     def fresh(self, out: Tensor) -> None:
         """A hint: `out` is new memory, about to be written whole."""
+
+    def new_encoded(self, rows: Tensor, recipe: Recipe, seed: int) -> Tensor:
+        """`encode` into new memory: there is no `out` to check."""
+        out = torch.empty(arguments.encoded_shape(rows, recipe), dtype=torch.uint8, device=rows.device)
+        self.fresh(out)
+        self._encode(out, rows, recipe, seed)
+        return out
+
+    def new_decoded(self, data: Tensor, numel: int, dtype: torch.dtype, recipe: Recipe) -> Tensor:
+        """`decode` into new memory."""
+        out = torch.empty(arguments.decoded_shape(data, numel, dtype, recipe), dtype=dtype, device=data.device)
+        self.fresh(out)
+        self._decode(out, data, recipe)
+        return out
 
     def encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
         arguments.encode(out, rows, recipe)

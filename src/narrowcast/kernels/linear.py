@@ -54,11 +54,13 @@ def _linear(
     x: Tensor, data: Tensor, format: Sequence[int], peak: float, table: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     out = _linear_shape(x, data)
-    batch = out.numel() // max(data.shape[0], 1)
     if out.numel() == 0:
         return out
-    flat, matrix = x.reshape(batch, x.shape[-1]), out.view(batch, data.shape[0])
-    flat, bias = flat.resolve_neg(), None if bias is None else bias.resolve_neg()
+    flat, matrix = x.resolve_neg() if x.is_neg() else x, out
+    if x.dim() != 2:
+        flat, matrix = flat.reshape(-1, x.shape[-1]), out.view(-1, data.shape[0])
+    if bias is not None and bias.is_neg():
+        bias = bias.resolve_neg()
     recipe = Recipe(format if isinstance(format, Format) else Format(*format), peak, table)
     if not ops.kernel_for(x.device.type).linear(matrix, flat, data, recipe, bias):
         _in_tiles(matrix, flat, data, recipe, bias)

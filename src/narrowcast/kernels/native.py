@@ -141,7 +141,8 @@ class Native(Kernel):
     ) -> None:
         numel, ranks = out.numel(), data.shape[0]
         if numel:
-            summands = _summands(data, numel, recipe, own, own_rank, divisor)
+            data, stride = _contiguous(data)
+            summands = _summands(data, stride, numel, recipe, own, own_rank, divisor)
             threads = _threads(numel * ranks)
             _check(self._nc_sum(*summands, out.data_ptr(), DTYPES[out.dtype], threads, self._isa))
 
@@ -157,7 +158,8 @@ class Native(Kernel):
         seed: int,
     ) -> None:
         if numel:
-            summands = _summands(data, numel, recipe, own, own_rank, divisor)
+            data, stride = _contiguous(data)
+            summands = _summands(data, stride, numel, recipe, own, own_rank, divisor)
             threads = _threads(numel * data.shape[0])
             _check(self._nc_reduce(*summands, out.data_ptr(), seed, threads, self._isa))
 
@@ -249,10 +251,10 @@ def _spec(recipe: Recipe, numel: int) -> object:
 
 
 def _summands(
-    data: Tensor, numel: int, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
+    data: Tensor, stride: int, numel: int, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
 ) -> tuple[object, ...]:
+    """The arguments of a sum. Addresses only: the caller keeps the tensors."""
     address, dtype = (None, 0) if own is None else (own.data_ptr(), DTYPES[own.dtype])
-    data, stride = _contiguous(data)
     return _spec(recipe, numel), data.data_ptr(), stride, data.shape[0], address, dtype, own_rank, divisor
 
 

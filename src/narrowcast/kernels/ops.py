@@ -172,11 +172,7 @@ declare(OPERATORS)
 
 def encode(rows: Tensor, recipe: Recipe, seed: int) -> Tensor:
     if unwatched(rows):
-        kernel = kernel_for(rows.device.type)
-        out = _encode_shape(rows, recipe.format)
-        kernel.fresh(out)
-        kernel.encode(out, rows, recipe, seed)
-        return out
+        return kernel_for(rows.device.type).new_encoded(rows, recipe, seed)
     return torch.ops.narrowcast.encode(rows, *recipe, seed)  # type: ignore[no-any-return]
 
 
@@ -189,11 +185,7 @@ def encode_(out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
 
 def decode(data: Tensor, numel: int, dtype: torch.dtype, recipe: Recipe) -> Tensor:
     if unwatched(data):
-        kernel = kernel_for(data.device.type)
-        out = _decode_shape(data, numel, dtype)
-        kernel.fresh(out)
-        kernel.decode(out, data, recipe)
-        return out
+        return kernel_for(data.device.type).new_decoded(data, numel, dtype, recipe)
     return torch.ops.narrowcast.decode(data, numel, dtype, *recipe)  # type: ignore[no-any-return]
 
 
@@ -219,7 +211,10 @@ def decode_sum(
 
 
 def decode_sum_(out: Tensor, data: Tensor, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int) -> None:
-    torch.ops.narrowcast.decode_sum_(out, data, *recipe, own, own_rank, divisor)
+    if unwatched(data):
+        kernel_for(data.device.type).decode_sum(out, data, recipe, own, own_rank, divisor)
+    else:
+        torch.ops.narrowcast.decode_sum_(out, data, *recipe, own, own_rank, divisor)
 
 
 def reduce(
@@ -240,7 +235,10 @@ def reduce_(
     divisor: int,
     seed: int,
 ) -> None:
-    torch.ops.narrowcast.reduce_(out, data, numel, *recipe, own, own_rank, divisor, seed)
+    if unwatched(data):
+        kernel_for(data.device.type).reduce(out, data, numel, recipe, own, own_rank, divisor, seed)
+    else:
+        torch.ops.narrowcast.reduce_(out, data, numel, *recipe, own, own_rank, divisor, seed)
 
 
 def unwatched(tensor: Tensor) -> bool:
