@@ -60,6 +60,7 @@ VARIANTS = (
     "fp8_e4m3:scale=none",
     "fp8_e5m2:scale=none",
     "fp8_e5m2:block=8,scale=fp16",
+    "fp8_e5m2:block=24,scale=e8m0",
     "apot4:k=1",
     "apot4:k=3",
     "apot4:k=4",

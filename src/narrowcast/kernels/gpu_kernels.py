@@ -83,13 +83,8 @@ def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
                                            scales + apart * (rank * (16 // SCALE_SIZE)), zeros + apart * (rank * 16),
                                            levels, limit, left, ELEMENT, BITS, SCALE, GROUPS, BLOCK, WIDTH, MASKED,
                                            EDGE, WORDS, FP8, (BYTEWISE >> (rank % 8)) % 2 == 1)  # fmt: skip
-                if SCALE == SCALE_NONE:
-                    total = total + value
-                elif FUSED:
-                    # The product of so few bits is exact, so one rounding is all there is in either case.
-                    total = tl.fma(value, tl.broadcast_to(scale, [GROUPS, WIDTH]), total)
-                else:
-                    total = total + product(value, scale, ELEMENT)
+                # Not fused: a product that overflows is infinite before it is added.
+                total = total + (value if SCALE == SCALE_NONE else product(value, scale, ELEMENT))
     if DIVIDE == "multiply":
         total = total * divisor
     elif DIVIDE == "divide":

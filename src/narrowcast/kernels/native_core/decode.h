@@ -16,7 +16,8 @@ NC_INLINE void dequantize_piece(const Spec& spec, const uint8_t* codes, Scaling 
     if constexpr (ELEMENT == SIGN) dequantize_sign<ADD>(codes, by, out);
     if constexpr (ELEMENT == E4M3) dequantize_float<Fp8E4M3, ADD>(codes, by.scale, out);
     if constexpr (ELEMENT == E5M2) dequantize_float<Fp8E5M2, ADD>(codes, by.scale, out);
-    if (!(std::fabs(by.scale) < HUGE_VALF)) {
+    // What makes a NaN of its own, which the processor gives a sign: a scale that is none, or infinity times zero.
+    if (!(std::fabs(by.scale) < HUGE_VALF) || (ELEMENT == E5M2 && by.scale == 0.0f)) {
         for (int i = 0; i < PIECE; ++i) out[i] = canonical(out[i]);
     }
 }
