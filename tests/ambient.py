@@ -27,33 +27,29 @@ from narrowcast.codecs import registry
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def _set(get: Callable[[], Any], put: Callable[[Any], object], value: Any) -> Iterator[None]:
+    """A state of the whole process. Where it is there already nothing is changed, nor restored: another thread does."""
+    before = get()
+    if before == value:
+        yield
+        return
+    put(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        put(before)
 
 
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
+def _default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
+    return _set(torch.get_default_dtype, torch.set_default_dtype, dtype)
 
 
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _deterministic() -> AbstractContextManager[None]:
+    return _set(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True)
+
+
+def _threads(count: int) -> AbstractContextManager[None]:
+    return _set(torch.get_num_threads, torch.set_num_threads, count)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from narrowcast.codecs import codec_in_file
+from narrowcast.codecs.registry import codec_in_file
 from narrowcast.errors import CheckpointError, LoadWarning, ModelMismatchError, StateDictError
 from narrowcast.nn import FakeQuantize, adopt, encodings
 from narrowcast.nn.encodings import check_said, stored_state

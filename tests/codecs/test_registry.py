@@ -8,7 +8,8 @@ import torch
 import narrowcast as nc
 from cases import CODECS, mixed
 from narrowcast import Codec
-from narrowcast.codecs import Cast, Float8, Levels, NormalFloat, Sign, Uniform, codec_in_file
+from narrowcast.codecs import Cast, Float8, Levels, NormalFloat, Sign, Uniform
+from narrowcast.codecs.registry import codec_in_file
 from narrowcast.errors import DtypeError, NarrowcastError, PayloadError, ShapeError, SpecError
 
 BLOCKS = "a block is a multiple of 8 from 8 to 65536 elements"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def all_of_them(rank: int) -> Any:
+    os.environ["LOCAL_RANK"] = "0"  # init_device_mesh takes it for the number of a GPU, and there is one
     return {name: reduced(rank, codec, **options) for name, (codec, options) in CASES.items()}
 
 

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowcast.codecs import Codec, codec, codec_in_file
+from narrowcast.codecs import Codec, codec
+from narrowcast.codecs.registry import codec_in_file
 from narrowcast.errors import CheckpointError, NarrowcastError, NewerVersionError
 from narrowcast.payload import Encoding
 

@@ -3,7 +3,7 @@
 from narrowcast.codecs.base import Codec
 from narrowcast.codecs.cast import Cast, Float8
 from narrowcast.codecs.levels import APoT, Levels, NormalFloat, PoT, apot_levels
-from narrowcast.codecs.registry import codec, codec_in_file, list_codecs, which_kernel
+from narrowcast.codecs.registry import codec, list_codecs, which_kernel
 from narrowcast.codecs.uniform import Sign, Uniform
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "Uniform",
     "apot_levels",
     "codec",
-    "codec_in_file",
     "list_codecs",
     "which_kernel",
 ]

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast import codec as as_codec
-from narrowcast.codecs import Codec, codec_in_file
+from narrowcast.codecs import Codec
+from narrowcast.codecs.registry import codec_in_file
 from narrowcast.codecs.rules import CodecLike, compile_rules
 from narrowcast.errors import QuantizeError, SpecError, StateDictError
 from narrowcast.nn import adopt, dequantize_, encodings

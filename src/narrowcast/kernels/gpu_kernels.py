@@ -23,6 +23,9 @@ from narrowcast.kernels.gpu_words import places
 FOLD = tl.constexpr(1024)
 """Statistics that one program of `fold_kernel` combines."""
 
+HUGE_SCALE_BITS = tl.constexpr(0x7A800000)
+"""Of 2**118, in fp32: with codes below 2**9, a product with a smaller scale is finite."""
+
 _COUNTS = ["numel", "tiles", "first_tile", "chunks", "block", "groups", "last_size", "seed"]
 _OFFSETS = ["codes_end", "scales_at", "zeros_at", "end"]
 
@@ -38,16 +41,18 @@ def product(value, scale, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, divisor,
+def add_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks,
               ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
               BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
               WORDS: tl.constexpr, FP8: tl.constexpr, RANKS: tl.constexpr, OWN_RANK: tl.constexpr,
-              DIVIDE: tl.constexpr, FUSED: tl.constexpr, CODE_SIZE: tl.constexpr,
-              SCALE_SIZE: tl.constexpr, BYTEWISE: tl.constexpr):  # fmt: skip
-    """The tile's sum over ranks, in order. RANKS is 0 where their number is only known when the kernel runs.
+              FUSED: tl.constexpr, CODE_SIZE: tl.constexpr, SCALE_SIZE: tl.constexpr,
+              BYTEWISE: tl.constexpr):  # fmt: skip
+    """The tile's sum over ranks, in order, and where it is FUSED the bits of each block's largest scale.
 
-    Where it is known, rank r is read by `load_bytewise` if bit r % 8 of BYTEWISE says so.
+    RANKS is 0 where their number is only known when the kernel runs. Where it is known, rank r is read by
+    `load_bytewise` if bit r % 8 of BYTEWISE says so.
     """
+    largest = tl.zeros([GROUPS, 1], tl.int32)
     if OWN_RANK == 0:
         total = load_floats(own, limit, GROUPS, BLOCK, WIDTH, MASKED, False)
     else:
@@ -83,8 +88,34 @@ def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
                                            scales + apart * (rank * (16 // SCALE_SIZE)), zeros + apart * (rank * 16),
                                            levels, limit, left, ELEMENT, BITS, SCALE, GROUPS, BLOCK, WIDTH, MASKED,
                                            EDGE, WORDS, FP8, (BYTEWISE >> (rank % 8)) % 2 == 1)  # fmt: skip
-                # Not fused: a product that overflows is infinite before it is added.
-                total = total + (value if SCALE == SCALE_NONE else product(value, scale, ELEMENT))
+                if SCALE == SCALE_NONE:
+                    total = total + value
+                elif FUSED:
+                    # The product of so few bits is exact, so one rounding is all there is in either case.
+                    total = tl.fma(value, tl.broadcast_to(scale, [GROUPS, WIDTH]), total)
+                    largest = tl.maximum(largest, as_bits(scale) & 0x7FFFFFFF)
+                else:
+                    total = total + product(value, scale, ELEMENT)
+    return total, largest
+
+
+@triton.jit
+def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, divisor,
+              ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
+              BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
+              WORDS: tl.constexpr, FP8: tl.constexpr, RANKS: tl.constexpr, OWN_RANK: tl.constexpr,
+              DIVIDE: tl.constexpr, FUSED: tl.constexpr, CODE_SIZE: tl.constexpr,
+              SCALE_SIZE: tl.constexpr, BYTEWISE: tl.constexpr):  # fmt: skip
+    """The tile's sum over ranks, in order, divided."""
+    total, largest = add_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, ELEMENT, BITS, SCALE,
+                               GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, FP8, RANKS, OWN_RANK, FUSED, CODE_SIZE,
+                               SCALE_SIZE, BYTEWISE)  # fmt: skip
+    if FUSED and RANKS > 1:  # noqa: SIM102 - this one is decided when the kernel is compiled
+        # A scale that no encoder writes may make a product overflow, which fused would not be infinite.
+        if tl.max(largest) > HUGE_SCALE_BITS:
+            total, largest = add_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, ELEMENT, BITS,
+                                       SCALE, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, FP8, RANKS, OWN_RANK, False,
+                                       CODE_SIZE, SCALE_SIZE, 0)  # fmt: skip
     if DIVIDE == "multiply":
         total = total * divisor
     elif DIVIDE == "divide":

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from narrowcast.codecs import Codec, codec_in_file
+from narrowcast.codecs import Codec
+from narrowcast.codecs.registry import codec_in_file
 from narrowcast.distributed.gradients.columns import chunks
 from narrowcast.distributed.gradients.feedback import Residuals
 from narrowcast.distributed.gradients.options import Mode, for_gradients
