@@ -55,12 +55,17 @@ def run(
     group_timeout: float = 30.0,
     **options: Any,
 ) -> list[Any]:
-    """Run `function(rank, *args)` on `world` ranks and return what each returned; the first error is raised."""
+    """Run `function(rank, *args)` on `world` ranks and return what each returned; what went wrong on any is raised."""
     outcomes = outcomes_of(world, function, *args, timeout=timeout, group_timeout=group_timeout, **options)
-    for rank, outcome in enumerate(outcomes):
-        if outcome.error is not None:
-            raise AssertionError(f"rank {rank} of {world}:\n{outcome.trace}") from outcome.error
-        assert outcome.exitcode == 0, f"rank {rank} of {world} ended with {outcome.exitcode}"
+    failed = {
+        rank: outcome.trace or f"it ended with {outcome.exitcode}"
+        for rank, outcome in enumerate(outcomes)
+        if outcome.error is not None or outcome.exitcode != 0
+    }
+    if failed:  # all of them: the first may only have seen another one leave
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        told = "\n".join(f"rank {rank} of {world}:\n{trace}" for rank, trace in failed.items())
+        raise AssertionError(told) from (errors or [None])[0]
     return [outcome.value for outcome in outcomes]
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import narrowcast
 from narrowcast import distributed as ncd
@@ -18,6 +19,11 @@ from narrowcast.distributed import arguments
 
 X = torch.ones(4)
 F = ncd.functional
+
+
+def _nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([X, X], layout=torch.strided)
+
 
 # What is called in a group of two, the error, and words that its message holds.
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
@@ -29,6 +35,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     ),
     "no tensor": (lambda: ncd.all_reduce([1.0]), errors.DtypeError, ["tensor:", "list"]),  # type: ignore[arg-type]
     "sparse": (lambda: ncd.all_reduce(torch.eye(4).to_sparse()), errors.DtypeError, ["tensor:", "to_dense()"]),
+    "nested": (lambda: ncd.all_reduce(_nested()), errors.DtypeError, ["tensor:", "nested", "unbind()"]),
+    "a DTensor": (
+        lambda: ncd.all_reduce(distribute_tensor(X, init_device_mesh("cpu", (2,)))),
+        errors.DtypeError,
+        ["tensor:", "DTensor", "tensor.to_local()", "tensor.full_tensor()"],
+    ),
     "unknown codec": (lambda: ncd.all_reduce(X, codec="int9"), errors.SpecError, ["int9"]),
     "seed": (lambda: ncd.all_reduce(X, codec="int4:stochastic=true", seed="a"), errors.SpecError, ["seed='a'"]),  # type: ignore[arg-type]
     "no group": (lambda: ncd.all_reduce(X, group="world"), errors.ShapeError, ["group:", "ProcessGroup", "str"]),  # type: ignore[arg-type]

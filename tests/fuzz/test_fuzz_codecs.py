@@ -1,7 +1,8 @@
 """The public functions on tensors of any kind, in any surroundings, against what they say: plain definitions.
 
-A tensor is drawn with its shape, dtype, strides and wrapping (a Parameter, a negated view, one that requires grad). It
-must give the bytes that a contiguous copy of its values gives, stay as it was, and come back within the bound.
+A tensor is drawn with its shape, dtype, strides and wrapping (a Parameter, a negated view, a part of a conjugate one, a
+subclass, one that requires grad). It must give the bytes that a contiguous copy of its values gives, stay as it was,
+and come back within the bound.
 """
 
 from __future__ import annotations
@@ -17,9 +18,23 @@ from ambient import SURROUNDINGS, surrounded
 from cases import CODECS, DTYPES, mixed, same_bits
 
 AROUND = [None, *(name for name in SURROUNDINGS if "cuda" not in name and "stream" not in name)]
-LAYOUTS = ("plain", "columns", "gaps", "offset", "expanded", "negated", "flipped")
-WRAPPINGS = ("plain", "parameter", "requires grad", "part of a graph")
+LAYOUTS = (
+    "plain",
+    "columns",
+    "gaps",
+    "offset",
+    "expanded",
+    "negated",
+    "flipped",
+    "conjugate real",
+    "conjugate imaginary",
+)
+WRAPPINGS = ("plain", "parameter", "requires grad", "part of a graph", "subclass")
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple) | st.sampled_from([(1,), (300,), (5, 129), (2, 3, 64)])
+
+
+class Subclass(Tensor):
+    """As users make them: with nothing of its own."""
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -36,6 +51,11 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         return torch._neg_view(-x)
     if layout == "flipped" and x.dim():
         return x.flip(0).as_strided(x.shape, x.stride()).flip(0)
+    if layout.startswith("conjugate") and x.dtype in (torch.float32, torch.float64, torch.float16):
+        seven = torch.full_like(x, 7.0)
+        if layout == "conjugate real":
+            return torch.complex(x, seven).conj().real
+        return torch.complex(seven, -x).conj().imag
     return x
 
 
@@ -46,6 +66,8 @@ def wrapped(x: Tensor, wrapping: str) -> Tensor:
         return x.detach().requires_grad_()
     if wrapping == "part of a graph":
         return x.detach().requires_grad_() * 1.0
+    if wrapping == "subclass":
+        return x.as_subclass(Subclass)
     return x
 
 
@@ -82,3 +104,18 @@ def test_any_tensor_encodes_as_a_plain_copy_of_it_and_decodes_within_the_bound(
     out = torch.full(shape, 7.0, dtype=dtype)
     assert nc.decode(payload, out=out) is out
     assert same_bits(out, y)
+
+
+@campaign(60)
+@given(st.sampled_from(sorted(CODECS)), st.integers(1, 4), shapes, st.sampled_from(DTYPES), st.integers(0, 2**20))
+def test_a_sum_of_rows_is_the_sum_of_what_they_decode_to_in_rank_order(
+    spec: str, ranks: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int
+) -> None:
+    codec, numel = CODECS[spec], torch.Size(shape).numel()
+    floats = mixed(ranks * numel, seed, dtype).clamp(-1e4, 1e4).view(ranks, numel)
+    rows = codec.encode(floats, seed)
+    expected, *others = codec.decode(rows, numel, dtype=torch.float32)
+    for decoded in others:
+        expected = expected + decoded
+    assert same_bits(codec.decode_sum(rows, numel), expected)
+    assert torch.equal(codec.decode_sum_encode(rows, numel, seed), codec.encode(expected, seed))

@@ -35,6 +35,19 @@ def float_rows(x: Tensor, argument: str) -> None:
         )
     if x.layout != torch.strided:
         raise DtypeError(f"{argument}: codecs take dense tensors, not {x.layout}. Pass x.to_dense().")
+    if x.is_nested:
+        raise DtypeError(f"{argument}: codecs take dense tensors, not nested ones. Pass the tensors of x.unbind().")
+    whole(x, argument)
+
+
+def whole(x: Tensor, argument: str) -> None:
+    """Refuse a DTensor: what a rank holds of it and what it stands for are two tensors, and only the caller knows which
+    one is meant."""
+    if type(x) not in (Tensor, Parameter) and any(kind.__name__ == "DTensor" for kind in type(x).__mro__):
+        raise DtypeError(
+            f"{argument}: is a DTensor, spread over ranks. Pass {argument}.to_local() for this rank's part of it, or "
+            f"{argument}.full_tensor()."
+        )
 
 
 def byte_rows(rows: Tensor, codec: Codec, numel: int, argument: str) -> None:
@@ -54,6 +67,7 @@ def out(out: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], de
     if not isinstance(out, Tensor) or out.dtype not in dtypes:
         found = _name(out.dtype) if isinstance(out, Tensor) else type(out).__name__
         raise DtypeError(f"out: expected {' or '.join(map(_name, dtypes))}, got {found}.")
+    whole(out, "out")
     if out.shape != shape:
         raise ShapeError(f"out: expected shape {tuple(shape)}, got {tuple(out.shape)}; out is never resized.")
     if out.device != device:
