@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-CORE   := CMakeLists.txt $(wildcard src/narrowcast/kernels/native_core/*)
+CORE   := CMakeLists.txt $(wildcard src/narrowcast/kernels/cpu/core/*)
 
 .PHONY: help demo test coverage lint format docs soak gpu bench linear quality wire training sanitize clean
 

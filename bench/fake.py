@@ -27,7 +27,7 @@ from torch import Tensor
 
 import narrowcast as nc
 from narrowcast.codecs import Levels
-from narrowcast.kernels import ops, reference
+from narrowcast.kernels import operators, reference
 from narrowcast.kernels.fake import Grid, fake_quantize
 from narrowcast.kernels.integer import integer_linear
 
@@ -66,7 +66,7 @@ def seconds(run: Work, clock: Callable[[], float]) -> float:
 
 def row(name: str, way: str, elements: int, rounds: int, clock: Callable[[], float]) -> list[str]:
     """A line of the table: medians over rounds in which the copy and the kernels take turns."""
-    shape, grid, kernel = shapes(elements)[way], grid_of(name, "cpu"), ops.kernel_for("cpu")
+    shape, grid, kernel = shapes(elements)[way], grid_of(name, "cpu"), operators.kernel_for("cpu")
     x, grad = torch.randn(shape), torch.randn(shape)
     out, dx, copy = (torch.zeros(shape) for _ in range(3))
     scale = torch.full(shape[1:2], 3.0 / float(grid.levels[-1]))
@@ -147,7 +147,7 @@ def agrees(name: str, way: str, dtype: torch.dtype) -> bool:
     shape, there, here = shapes(300 * 300)[way], grid_of(name, "cuda"), grid_of(name, "cpu")
     x, grad, scale = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.rand(shape[1]) + 0.01
     out, dx, dscale = torch.empty_like(x).cuda(), torch.empty_like(x).cuda(), torch.empty_like(scale).cuda()
-    kernel = ops.kernel_for("cuda")
+    kernel = operators.kernel_for("cuda")
     kernel.fake_quantize(out, x.cuda(), scale.cuda(), there)
     kernel.fake_gradients(dx, dscale, grad.cuda(), x.cuda(), scale.cuda(), there)
     wanted_x, wanted_scale = reference.fake_quantize_backward(grad, x, scale, here)
@@ -159,7 +159,7 @@ def on_gpu(elements: int, rounds: int) -> int:
     kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     wrong = [(n, w, d) for n in GRIDS for w in shapes(1) for d in kinds if not agrees(n, w, d)]
     console.print(f"bits: {'the reference' if not wrong else f'WRONG for {wrong}'}")
-    table, kernel = Table("grid", "scales", "dtype", "fwd ms", "share", "bwd ms", "share"), ops.kernel_for("cuda")
+    table, kernel = Table("grid", "scales", "dtype", "fwd ms", "share", "bwd ms", "share"), operators.kernel_for("cuda")
     for dtype in (torch.float32, torch.bfloat16):
         source = torch.randn(elements, device="cuda", dtype=dtype)
         target = torch.empty_like(source)
@@ -196,7 +196,7 @@ def main() -> int:
     torch.set_num_threads(given.threads)
     clock = time.thread_time if given.threads == 1 else time.perf_counter
     console.print(
-        f"{ops.kernel_for('cpu').name}, torch {torch.__version__}, {given.threads} thread(s)", highlight=False
+        f"{operators.kernel_for('cpu').name}, torch {torch.__version__}, {given.threads} thread(s)", highlight=False
     )
     table = Table("grid", "scales", "fwd", "bwd", "both", "new", "clone", f"both <= {LIMIT}")
     for name in GRIDS:

@@ -85,7 +85,7 @@ def codec_of(name: str) -> nc.Codec:
 
 
 def kernel() -> Any:
-    from narrowcast.kernels import gpu
+    from narrowcast.kernels import triton as gpu
 
     found, why = gpu.load()
     if found is None:
@@ -321,9 +321,9 @@ def candidates() -> list[tuple[int, int]]:
 
 
 def set_tile(elements: int, warps: int) -> None:
-    from narrowcast.kernels import gpu_plan
+    from narrowcast.kernels.triton import cuts
 
-    gpu_plan.TILES.update({key: gpu_plan.Tile(elements, warps) for key in gpu_plan.TILES})
+    cuts.TILES.update({key: cuts.Tile(elements, warps) for key in cuts.TILES})
 
 
 def compile_ahead(name: str, elements: int, warps: int) -> None:
@@ -361,15 +361,15 @@ def sweep(names: list[str], x: Tensor, copy: float) -> dict[str, Any]:
 WAYS = {
     "int4": (0, 0b01000100, 0b01010100, 0b10010100, 0b01110100, 0b01101010, 0b10010010),
 }
-"""What `gpu_plan.BYTEWISE` may be."""
+"""What `cuts.BYTEWISE` may be."""
 WAY_TILES = ((1024, 1), (1024, 2), (2048, 2), (4096, 2), (4096, 4))
 
 
 def set_way(tile: tuple[int, int], mask: int) -> None:
-    from narrowcast.kernels import gpu_plan
+    from narrowcast.kernels.triton import cuts
 
-    gpu_plan.TILES["reduce of integers", 4] = gpu_plan.Tile(*tile)
-    gpu_plan.BYTEWISE = mask
+    cuts.TILES["reduce of integers", 4] = cuts.Tile(*tile)
+    cuts.BYTEWISE = mask
 
 
 def reduces_right(name: str, tile: tuple[int, int], mask: int) -> bool:

@@ -1,10 +1,10 @@
 """Linear layers on encoded weights on a GPU: first their numbers against fp64, then their time against the limit.
 
-    PYTHONPATH=src python3 bench/gpu_linear.py             checks, then times batches 1, 8, 16 and 64 at four shapes
-    PYTHONPATH=src python3 bench/gpu_linear.py --sweep     tries other cuts of the work
+    PYTHONPATH=src python3 bench/choose.py             checks, then times batches 1, 8, 16 and 64 at four shapes
+    PYTHONPATH=src python3 bench/choose.py --sweep     tries other cuts of the work
     ... --sweep-slices 32,64                               the same for cuda/slices.cu, at these batches
     ... --rivals --end-to-end                              other libraries' layers, and a 7B decoder's tokens a second
-    ... --skip-check   --json PATH (default: $OUT/gpu_linear.json where OUT is set)
+    ... --skip-check   --json PATH (default: $OUT/choose.json where OUT is set)
 
 The limit is reading the encoded weights at the read bandwidth measured in the same run. Weights rotate past the L2
 cache, and calls are replayed as a CUDA graph. Exits with 1 if a number is outside its bound.
@@ -28,7 +28,9 @@ from torch import Tensor
 
 import gpu_rivals
 import narrowcast as nc
-from narrowcast.kernels import gpu_linear, gpu_linear_slices, nvrtc, reference
+from narrowcast.kernels import reference
+from narrowcast.kernels.cuda import choose, nvrtc
+from narrowcast.kernels.cuda import slices as gpu_linear_slices
 from narrowcast.kernels.layout import Recipe
 
 SHAPES = ((4096, 4096), (22016, 4096), (32000, 4096), (4096, 11008))
@@ -194,7 +196,7 @@ def sweep(limit: float) -> list[dict[str, object]]:
         x = torch.randn(batch, k, device="cuda", dtype=torch.bfloat16)
         out = torch.empty(batch, n, device="cuda", dtype=torch.bfloat16)
         recipe = codec._recipe(x.device)
-        base = gpu_linear._cut(x, rows[0], recipe, None)
+        base = choose._cut(x, rows[0], recipe, None)
         assert base is not None
         tried = []
         for cut in cuts(base, n, k):
@@ -220,7 +222,7 @@ def sweep_slices(batches: list[int]) -> list[dict[str, object]]:
     jobs = list(itertools.product(CODECS[:5], batches, (SHAPES[1], SHAPES[0], SHAPES[3])))
     made = {job: divisions(*job) for job in jobs}
     with ThreadPoolExecutor(os.cpu_count(), initializer=lambda: torch.zeros(1, device="cuda")) as pool:
-        files, device = gpu_linear.sources("slices"), torch.cuda.current_device()
+        files, device = choose.sources("slices"), torch.cuda.current_device()
         every = {slices.defines for ways in made.values() for slices in ways}
         list(pool.map(lambda defines: nvrtc.function(files, "slices", defines, device, True), every))
     found: list[dict[str, object]] = []
@@ -249,10 +251,10 @@ def sweep_slices(batches: list[int]) -> list[dict[str, object]]:
 def divisions(spec: str, batch: int, shape: tuple[int, int]) -> list[gpu_linear_slices.Slices]:
     """The ways to divide a product that are worth a try."""
     recipe = nc.codec(spec)._recipe(torch.device("cuda"))
-    codes, block = gpu_linear.codes_of(recipe.format), gpu_linear._block(recipe.format, shape[1])
+    codes, block = choose.codes_of(recipe.format), choose._block(recipe.format, shape[1])
     assert codes is not None
     common = {"CODES": codes, "X": 2, "BIAS": -1, "SCALE": int(recipe.format.scale), "BLOCK": block, "UNROLL": 1}
-    room, made = gpu_linear._chip(torch.device("cuda", 0))[0], {}
+    room, made = choose._chip(torch.device("cuda", 0))[0], {}
     ways = itertools.product((1, 4), (1, 2), (8, 12, 16), (3, 4))
     for team, tall, warps, stages in ways:
         tiles = -(-batch // 8) if team == 1 else next(count for count in (2, 4, 8) if batch <= 8 * count)
@@ -269,15 +271,15 @@ def divisions(spec: str, batch: int, shape: tuple[int, int]) -> list[gpu_linear_
 
 
 def in_slices(slices: gpu_linear_slices.Slices, out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
-    levels = gpu_linear.levels_of(recipe, x.dtype, x.device)
+    levels = choose.levels_of(recipe, x.dtype, x.device)
     gpu_linear_slices.launch(slices, out, x, rows[i], recipe, levels, None)
 
 
-def launch(cut: gpu_linear.Cut, out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
-    gpu_linear._launch(cut, out, x, rows[i], recipe, None)
+def launch(cut: choose.Cut, out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
+    choose._launch(cut, out, x, rows[i], recipe, None)
 
 
-def cuts(base: gpu_linear.Cut, n: int, k: int) -> list[gpu_linear.Cut]:
+def cuts(base: choose.Cut, n: int, k: int) -> list[choose.Cut]:
     fixed = dict(base.defines)
     made = []
     if base.name == "dot":
@@ -296,7 +298,7 @@ def cuts(base: gpu_linear.Cut, n: int, k: int) -> list[gpu_linear.Cut]:
         for per in (resident // 32, 1 << 10):
             grid = max(132, 132 * per // parts)
             more = (fixed["CODES"], fixed["WIDE"], fixed["TILES"], tall, parts, resident, n, k, grid)
-            cut = gpu_linear.tile_cut(fixed | {"UNROLL": unroll}, *more)
+            cut = choose.tile_cut(fixed | {"UNROLL": unroll}, *more)
             made += [cut] if cut else []
     return list({(cut.defines, cut.grid): cut for cut in made}.values())
 
@@ -310,7 +312,7 @@ def main() -> None:
     parser.add_argument("--rivals", action="store_true")
     parser.add_argument("--end-to-end", action="store_true")
     parser.add_argument("--batches", default="1,8,16,64")
-    parser.add_argument("--json", default=os.environ.get("OUT") and f"{os.environ['OUT']}/gpu_linear.json")
+    parser.add_argument("--json", default=os.environ.get("OUT") and f"{os.environ['OUT']}/choose.json")
     chosen = parser.parse_args()
     bad = 0 if chosen.skip_check else check(FUSED if chosen.fused else (*FUSED, *OTHERS))
     limit = read_bandwidth()

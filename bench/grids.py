@@ -25,8 +25,8 @@ from torch import Tensor
 
 from machine import facts
 from narrowcast.kernels.fake import fake_quantize
-from narrowcast.nn.clips import clip_of
-from narrowcast.nn.grids import CodecGrid, codec_grid
+from narrowcast.nn.qat.clips import clip_of
+from narrowcast.nn.qat.grids import CodecGrid, codec_grid
 
 FP4 = "levels:table=-6.0|-4.0|-3.0|-2.0|-1.5|-1.0|-0.5|0.0|0.5|1.0|1.5|2.0|3.0|4.0|6.0"
 GRIDS: dict[str, dict[int, str]] = {

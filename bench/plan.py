@@ -3,14 +3,13 @@
     python bench/plan.py                     every network below, as root: a table, and with --out FOLDER plan.{md,json}
     ... --only 4x100mbit  --rounds 5  --codecs int8,int4  --gradients
 
-On each network ranks make a plan (narrowcast.distributed.plan), then all_reduce the same buckets for real: gloo's own
-for "none", narrowcast.distributed.all_reduce for each codec, or with --gradients what compress_gradients does in its
-place, error feedback included below 8 bits. They take turns, round by round; a time is the slowest
-rank's for all buckets, the figure the median of the rounds, and `best` their best: what else the machine did
-meanwhile makes the difference. `predicted / measured` is what is to be within 25%.
-`loss` is what following the plan costs: the time of the codec that it chose, over that of the most precise codec within
-the plan's margin of the one that was fastest in fact.
-"""
+On each network ranks make a plan (narrowcast.distributed.planning.planner), then all_reduce the same buckets for real:
+gloo's own for "none", narrowcast.distributed.all_reduce for each codec, or with --gradients what compress_gradients
+does in its place, error feedback included below 8 bits. They take turns, round by round; a time is the slowest rank's
+for all buckets, the figure the median of the rounds, and `best` their best: what else the machine did meanwhile makes
+the difference. `predicted / measured` is what is to be within 25%. `loss` is what following the plan costs: the time of
+the codec that it chose, over that of the most precise codec within the plan's margin of the one that was fastest in
+fact."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 from machine import sentence  # noqa: E402
 from narrowcast import distributed as ncd  # noqa: E402
 from narrowcast.distributed.gradients.compression import GradientCompression  # noqa: E402
-from narrowcast.distributed.plan import NONE, plan  # noqa: E402
+from narrowcast.distributed.planning.planner import NONE, plan  # noqa: E402
 from netlab.tcp import choose  # noqa: E402
 
 NETWORKS = {f"{ranks}x{rate}": (ranks, rate) for rate in ("100mbit", "1gbit", "unlimited") for ranks in (2, 4)}

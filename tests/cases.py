@@ -13,8 +13,8 @@ from torch import Tensor
 
 import narrowcast as nc
 from narrowcast.codecs import Levels
-from narrowcast.kernels import ops
-from narrowcast.kernels.ops import Kernel
+from narrowcast.kernels import operators
+from narrowcast.kernels.operators import Kernel
 
 FLT_MAX = torch.finfo(torch.float32).max
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -148,14 +148,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def kernels(device: str) -> dict[str, Kernel]:
     """Every kernel that this machine can run on `device`, by name: the reference, the default, each CPU path."""
-    found: dict[str, Kernel] = {"reference": ops.Reference()}
-    default = ops.kernel_for(device)
+    found: dict[str, Kernel] = {"reference": operators.Reference()}
+    default = operators.kernel_for(device)
     found[default.name] = default
     if device == "cpu" and os.environ.get("NARROWCAST_KERNEL") != "reference":
-        from narrowcast.kernels import native
+        from narrowcast.kernels.cpu import binding
 
         for isa in ("avx512", "avx2", "neon", "plain"):
-            kernel, _ = native.load(isa)
+            kernel, _ = binding.load(isa)
             if kernel is not None:
                 found[kernel.name] = kernel
     return found

@@ -21,17 +21,15 @@ EXTRAS = {
 }
 
 # Each part, and the other parts of narrowcast that it may import. Everything above integrations may be imported by it.
-BELOW = {"errors", "kernels", "codecs", "payload"}
-ABOVE = BELOW | {"distributed", "nn", "checkpoint", "models", "sensitivity"}
+BELOW = {"errors", "kernels", "codecs"}
+ABOVE = BELOW | {"distributed", "nn", "checkpoint", "sensitivity"}
 ARROWS = {
     "errors": set(),
     "kernels": {"errors"},
     "codecs": {"kernels", "errors"},
-    "payload": {"codecs", "errors"},
     "distributed": BELOW,
     "nn": BELOW,
-    "checkpoint": BELOW,
-    "models": BELOW | {"nn", "checkpoint"},
+    "checkpoint": BELOW | {"nn"},
     "sensitivity": BELOW,
     "integrations": ABOVE,
     "compat": ABOVE,
@@ -98,22 +96,22 @@ def test_every_part_of_the_house_has_arrows() -> None:
 @pytest.mark.parametrize(
     ("source", "module", "wrong"),
     [
-        ("from narrowcast.codecs import base", "narrowcast.kernels.ops", ["narrowcast.codecs.base"]),
-        ("import narrowcast.payload", "narrowcast.codecs.cast", ["narrowcast.payload"]),
-        ("from narrowcast import payload", "narrowcast.codecs.cast", ["narrowcast.payload"]),
+        ("from narrowcast.codecs import base", "narrowcast.kernels.operators", ["narrowcast.codecs.base"]),
+        ("import narrowcast.codecs.payload", "narrowcast.codecs.cast", ["narrowcast.codecs.payload"]),
+        ("from narrowcast import nn", "narrowcast.codecs.cast", ["narrowcast.nn"]),
         (
             "def f():\n    from narrowcast.nn import linear",
             "narrowcast.distributed.gradients.ddp",
-            ["narrowcast.nn.linear"],
+            ["narrowcast.nn.modules.linear"],
         ),
-        ("from ..distributed import lane", "narrowcast.nn.linear", ["narrowcast.distributed.lane"]),
-        ("from .. import checkpoint", "narrowcast.nn.linear", ["narrowcast.checkpoint"]),
-        ("import narrowcast", "narrowcast.kernels.ops", ["narrowcast"]),
+        ("from ..distributed import lane", "narrowcast.nn.modules.linear", ["narrowcast.distributed.transport.lane"]),
+        ("from .. import checkpoint", "narrowcast.nn.modules.linear", ["narrowcast.checkpoint"]),
+        ("import narrowcast", "narrowcast.kernels.operators", ["narrowcast"]),
         ("import pandas", "narrowcast.codecs.base", ["pandas"]),
-        ("import transformers", "narrowcast.nn.linear", ["transformers"]),
+        ("import transformers", "narrowcast.nn.modules.linear", ["transformers"]),
         ("import transformers", "narrowcast.integrations.transformers", []),
         ("from narrowcast.kernels import ops\nimport torch, math", "narrowcast.codecs.base", []),
-        ("from .layout import Format", "narrowcast.kernels.ops", []),
+        ("from .layout import Format", "narrowcast.kernels.operators", []),
         ("from narrowcast.distributed import lane", "narrowcast.cli.bench", []),
     ],
 )
@@ -149,7 +147,7 @@ def test_importing_loads_no_triton_no_kernel_and_no_extra() -> None:
         "import sys, torch; before = set(sys.modules); import narrowcast;"
         "new = {name.split('.')[0] for name in set(sys.modules) - before};"
         "print(*sorted(new & {'triton', 'typer', 'rich', 'safetensors'}));"
-        "print('narrowcast.kernels.gpu' in sys.modules)"
+        "print('narrowcast.kernels.triton' in sys.modules)"
     )
     assert run(code).split() == ["False"]
 

@@ -13,7 +13,7 @@ import narrowcast as nc
 from cases import CODECS, mixed, same_bits
 from narrowcast import Codec
 from narrowcast.errors import SpecError
-from narrowcast.kernels import ops
+from narrowcast.kernels import operators
 
 SOME = [
     "raw",
@@ -171,7 +171,7 @@ def test_opcheck_covers_every_operator() -> None:
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "narrowcast::" in name
     }
     assert names - ELSEWHERE == set(OPERATORS)
-    assert all(callable(getattr(ops, name)) for name in OF_CODECS)
+    assert all(callable(getattr(operators, name)) for name in OF_CODECS)
 
 
 # -- fake and meta --------------------------------------------------------------------------------------------------

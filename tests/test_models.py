@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import narrowcast as nc
 from narrowcast.cli import app
+from narrowcast.codecs.payload import EncodedRows
 from narrowcast.errors import CheckpointError, LoadWarning, ModelMismatchError, NarrowcastError, StateDictError
 from narrowcast.nn.encodings import stored_state
-from narrowcast.payload import EncodedRows
 
 
 class Small(nn.Module):

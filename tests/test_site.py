@@ -166,4 +166,4 @@ def test_the_site_builds_without_a_warning_and_its_links_between_pages_hold(tmp_
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert 'href="results/wire.html"' in (tmp_path / "limits.html").read_text()  # ../bench/results/wire.md in docs/
-    assert "narrowcast.payload.encode" in (tmp_path / "api/codecs.html").read_text()
+    assert "narrowcast.codecs.payload.encode" in (tmp_path / "api/codecs.html").read_text()

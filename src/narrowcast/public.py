@@ -1,11 +1,11 @@
 """Every public name of narrowcast. `import narrowcast` is free; this is loaded with the first of them that is used."""
 
 from narrowcast import codecs, errors, integrations, nn
+from narrowcast.checkpoint.models import load, save
 from narrowcast.codecs import Codec, codec, list_codecs, which_kernel
+from narrowcast.codecs.payload import Payload, decode, encode
 from narrowcast.distributed import GradientCompression, compress_gradients, gradient_hook
-from narrowcast.models import load, save
 from narrowcast.nn import Report, calibrate_, convert_, dequantize_, parameter_groups, prepare_qat_, quantize_
-from narrowcast.payload import Payload, decode, encode
 
 __all__ = [
     "Codec",

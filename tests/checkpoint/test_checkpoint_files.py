@@ -22,8 +22,8 @@ from narrowcast.checkpoint import files, load_state, read, save_state
 from narrowcast.checkpoint.files import Staging
 from narrowcast.checkpoint.header import NAMES
 from narrowcast.checkpoint.saving import size_in_bytes
+from narrowcast.codecs.payload import EncodedRows, encode_rows
 from narrowcast.errors import CheckpointError
-from narrowcast.payload import EncodedRows, encode_rows
 
 
 def state() -> dict[str, torch.Tensor | EncodedRows]:

@@ -19,8 +19,8 @@ import torch
 from forge import Tensors, about, forged, plain, raw, seal
 
 from narrowcast.checkpoint import load_state, read, save_state
+from narrowcast.codecs.payload import EncodedRows, encode_rows
 from narrowcast.errors import CheckpointError, MissingFileError, NewerVersionError
-from narrowcast.payload import EncodedRows, encode_rows
 
 ROWS: Tensors = {"w": ("U8", [2, 48], bytes(range(96)))}
 """Two rows of 64 elements in int4."""

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import narrowcast as nc
 from narrowcast.cli import agreement, app, health
 from narrowcast.kernels.layout import Recipe
-from narrowcast.kernels.ops import Reference
+from narrowcast.kernels.operators import Reference
 
 CPU = torch.device("cpu")
 

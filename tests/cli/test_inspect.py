@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import narrowcast as nc
 from narrowcast.cli import app
 from narrowcast.cli.inspect import parse_codecs
-from narrowcast.payload import encode_rows
+from narrowcast.codecs.payload import encode_rows
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

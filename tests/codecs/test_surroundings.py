@@ -14,8 +14,8 @@ from cases import CODECS, OF_EACH_FAMILY, mixed, same_bits
 from narrowcast.codecs import registry
 from narrowcast.kernels import reference
 from narrowcast.kernels.layout import Recipe
-from narrowcast.nn.grids import codec_grid
-from narrowcast.nn.observers import OBSERVERS
+from narrowcast.nn.qat.grids import codec_grid
+from narrowcast.nn.qat.observers import OBSERVERS
 
 SEED = 3
 TRAINED = ["int8", "int4", "sign", "nf4", "apot4", "pot4", "fp8_e4m3", "fp8_e5m2"]

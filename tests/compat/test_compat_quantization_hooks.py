@@ -21,7 +21,7 @@ from narrowcast import distributed as ncd
 from narrowcast import errors
 from narrowcast.compat import quantization_hooks as ours
 from narrowcast.compat.quantization_hooks import quantization_perchannel_hook, quantization_pertensor_hook
-from narrowcast.distributed.agreement import header_bytes
+from narrowcast.distributed.transport.agreement import header_bytes
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 CODECS: dict[Hook, str] = {

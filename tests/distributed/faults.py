@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast import distributed as ncd
-from narrowcast.distributed.coder import Coder
-from narrowcast.distributed.exchange import Exchange
-from narrowcast.distributed.peers import Peers
-from narrowcast.distributed.wire import _HEADERS, EAGER, HostWire
+from narrowcast.distributed.protocols.encoder import Coder
+from narrowcast.distributed.protocols.exchange import Exchange
+from narrowcast.distributed.transport.group import Peers
+from narrowcast.distributed.transport.wire import _HEADERS, EAGER, HostWire
 
 Action = Callable[[], object]
 NUMEL = 4 * 2 * EAGER

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from narrowcast import Codec
-from narrowcast.distributed.arena import Arena
-from narrowcast.distributed.coder import Coder, derive_seed
+from narrowcast.distributed.protocols.encoder import Coder, derive_seed
 from narrowcast.distributed.stats import Meter
+from narrowcast.distributed.transport.buffers import Arena
 
 
 def seed_for(codec: Codec, seed: int, rank: int, *key: int) -> int:

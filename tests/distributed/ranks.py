@@ -29,7 +29,7 @@ from ports import free_port
 
 _context = multiprocessing.get_context("forkserver")
 # DDP imports torch._dynamo, which takes a process more than a second.
-_context.set_forkserver_preload(["torch", "torch._dynamo", "narrowcast.distributed", "narrowcast.kernels.native"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "narrowcast.distributed", "narrowcast.kernels.cpu.binding"])
 
 
 @dataclass

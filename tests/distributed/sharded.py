@@ -16,8 +16,8 @@ from trained import CHUNK, CODEC, SEED, STEPS, UNIT, Given, Named, Shapes, exemp
 
 import narrowcast as nc
 from narrowcast import Codec
-from narrowcast.distributed.coder import derive_seed
 from narrowcast.distributed.gradients.columns import Chunk
+from narrowcast.distributed.protocols.encoder import derive_seed
 
 SHAPES: Shapes = {
     "bias": (37,),  # exempt: it has one dimension

@@ -16,7 +16,7 @@ from torch import Tensor
 from cases import mixed
 from narrowcast import distributed as ncd
 from narrowcast.distributed import launch
-from narrowcast.distributed.coder import Coder
+from narrowcast.distributed.protocols.encoder import Coder
 from narrowcast.errors import CollectiveError
 
 SIZES = (3, 700, 60_000, 0, 128, 9_000)

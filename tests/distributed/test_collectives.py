@@ -18,7 +18,7 @@ from torch import Tensor
 import narrowcast as nc
 from cases import DTYPES, mixed, same_bits
 from narrowcast import distributed as ncd
-from narrowcast.distributed.coder import Coder
+from narrowcast.distributed.protocols.encoder import Coder
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 

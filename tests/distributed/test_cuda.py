@@ -12,11 +12,11 @@ from ranks import run
 import narrowcast as nc
 from ambient import SURROUNDINGS, surrounded
 from narrowcast import distributed as ncd
-from narrowcast.distributed.arena import KEEP
-from narrowcast.distributed.device_wire import NcclWire, StagedWire
-from narrowcast.distributed.gloo import Gloo
-from narrowcast.distributed.peers import peers_of
-from narrowcast.distributed.wire import HostWire
+from narrowcast.distributed.transport.buffers import KEEP
+from narrowcast.distributed.transport.device_wire import NcclWire, StagedWire
+from narrowcast.distributed.transport.gloo import Gloo
+from narrowcast.distributed.transport.group import peers_of
+from narrowcast.distributed.transport.wire import HostWire
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,8 +18,8 @@ from trained import FEW, SHAPES, Given, given
 
 import narrowcast as nc
 from narrowcast import distributed as ncd
-from narrowcast.distributed.coder import Coder, derive_seed
-from narrowcast.kernels import draws
+from narrowcast.distributed.protocols.encoder import Coder, derive_seed
+from narrowcast.kernels.reference import draws
 
 pytestmark = pytest.mark.timeout(180)
 

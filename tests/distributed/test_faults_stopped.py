@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from narrowcast import distributed as ncd
-from narrowcast.distributed import peers
+from narrowcast.distributed.transport import group as peers
 from narrowcast.errors import CollectiveError
 
 pytestmark = pytest.mark.timeout(60)

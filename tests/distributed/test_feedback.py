@@ -10,14 +10,14 @@ from torch import Tensor
 
 from cases import mixed, same_bits
 from narrowcast import codec as as_codec
-from narrowcast.distributed.arena import Arena
-from narrowcast.distributed.coder import Coder
 from narrowcast.distributed.gradients import columns
 from narrowcast.distributed.gradients.columns import Entry, PieceLayout, lay_out
 from narrowcast.distributed.gradients.feedback import FeedbackStrip, Residuals
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.telemetry import Probe
+from narrowcast.distributed.protocols.encoder import Coder
 from narrowcast.distributed.stats import Meter
+from narrowcast.distributed.transport.buffers import Arena
 
 CPU = torch.device("cpu")
 NUMEL = 640

@@ -23,7 +23,7 @@ from torch.distributed.nn import functional as theirs
 import narrowcast as nc
 from cases import DTYPES, mixed, same_bits
 from narrowcast import distributed as ncd
-from narrowcast.distributed.agreement import header_bytes
+from narrowcast.distributed.transport.agreement import header_bytes
 from narrowcast.errors import CollectiveError
 
 F = ncd.functional

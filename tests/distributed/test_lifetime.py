@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from narrowcast import distributed as ncd
-from narrowcast.distributed import peers
+from narrowcast.distributed.transport import group as peers
 from narrowcast.errors import CollectiveError
 from ports import free_port
 

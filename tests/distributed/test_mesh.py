@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import narrowcast as nc
 from cases import mixed, same_bits
 from narrowcast import distributed as ncd
-from narrowcast.distributed import agreement
+from narrowcast.distributed.transport import agreement
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 SHAPES = [(2, 2), (2, 3), (4, 2), (1, 4), (4, 1), (1, 1)]

@@ -15,13 +15,13 @@ from ranks import run
 import narrowcast as nc
 from narrowcast import distributed as ncd
 from narrowcast import errors
-from narrowcast.distributed import link as links
-from narrowcast.distributed import plan as planning
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.link import Link, link_on_paper, measure_link, slowest
-from narrowcast.distributed.peers import peers_of
-from narrowcast.distributed.plan import Plan, Prediction, choose, decide, predict, predict_plain
-from narrowcast.distributed.speed import CodecSpeed, measure_codecs
+from narrowcast.distributed.planning import link as links
+from narrowcast.distributed.planning import planner as planning
+from narrowcast.distributed.planning.codec_speed import CodecSpeed, measure_codecs
+from narrowcast.distributed.planning.link import Link, link_on_paper, measure_link, slowest
+from narrowcast.distributed.planning.planner import Plan, Prediction, choose, decide, predict, predict_plain
+from narrowcast.distributed.transport.group import peers_of
 
 LINK = Link(latency_s=0.5, bandwidth_bytes_per_s=1000.0)
 SPEED = CodecSpeed(encode_s=2.0, sum_s=3.0, decode_s=5.0, add_s=7.0, noise=0.25)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import narrowcast as nc
 from cases import mixed
 from narrowcast import distributed as ncd
-from narrowcast.distributed.agreement import header_bytes
+from narrowcast.distributed.transport.agreement import header_bytes
 
 CODECS = ("raw", "int8", "int4:block=64", "sign", "nf4")
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from narrowcast.distributed import agreement
-from narrowcast.distributed.gloo import Gloo
-from narrowcast.distributed.message import GRACE_SECONDS, RARE_GLANCE_SECONDS, WireError
-from narrowcast.distributed.wire import _HEADERS, HostWire
+from narrowcast.distributed.transport import agreement
+from narrowcast.distributed.transport.gloo import Gloo
+from narrowcast.distributed.transport.message import GRACE_SECONDS, RARE_GLANCE_SECONDS, WireError
+from narrowcast.distributed.transport.wire import _HEADERS, HostWire
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import narrowcast as nc
 from cases import mixed, same_bits
 from narrowcast import Codec
-from narrowcast.distributed.coder import derive_seed
 from narrowcast.distributed.gradients.columns import Chunk
+from narrowcast.distributed.protocols.encoder import derive_seed
 
 Shapes = Mapping[str, tuple[int, ...]]
 Named = dict[str, Tensor]

@@ -30,8 +30,8 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.checkpoint import load_state, read, save_state
 from narrowcast.checkpoint.header import NAMES
+from narrowcast.codecs.payload import EncodedRows, encode_rows
 from narrowcast.errors import CheckpointError, LoadWarning, NarrowcastError
-from narrowcast.payload import EncodedRows, encode_rows
 
 State = dict[str, Any]
 CODECS = ["int8", "int4", "int3:block=8", "nf4", "apot4", "fp8_e4m3:block=32", "sign", "bf16", "int8:block=row"]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import narrowcast as nc
+from narrowcast.codecs.payload import encode_rows
 from narrowcast.errors import ExportError
 from narrowcast.integrations.compressed_tensors import export
-from narrowcast.payload import encode_rows
 
 EXPRESSIBLE = [
     "int4",

@@ -33,9 +33,9 @@ from typer.testing import CliRunner
 
 import narrowcast as nc
 from narrowcast.cli import app
+from narrowcast.codecs.payload import encode_rows
 from narrowcast.errors import SpecError, StateDictError
 from narrowcast.integrations.transformers import NarrowcastConfig
-from narrowcast.payload import encode_rows
 
 
 def gpt2() -> PreTrainedModel:

@@ -13,7 +13,7 @@ from guard_pages import guarded
 
 import narrowcast as nc
 from narrowcast.codecs import Levels
-from narrowcast.kernels import native
+from narrowcast.kernels.cpu import binding
 from narrowcast.kernels.layout import Grid
 
 SHAPES = ((1, 1, 1), (1, 1, 65), (3, 5, 7), (1, 3, 300), (130, 3, 1), (2, 70, 1))
@@ -32,7 +32,7 @@ def grids(at_end: bool) -> list[Grid]:
     return made
 
 
-def fake(kernel: native.Native, at_end: bool) -> int:
+def fake(kernel: binding.Native, at_end: bool) -> int:
     calls = 0
     for grid, shape, dtype in itertools.product(grids(at_end), SHAPES, DTYPES):
         x, grad, out = (guarded(torch.randn(shape).to(dtype), at_end) for _ in range(3))
@@ -43,7 +43,7 @@ def fake(kernel: native.Native, at_end: bool) -> int:
     return calls
 
 
-def integers(kernel: native.Native, at_end: bool) -> int:
+def integers(kernel: binding.Native, at_end: bool) -> int:
     calls = 0
     for batch, rows, k in itertools.product((1, 5, 17), (1, 50), (1, 63, 130)):
         x, weight = (guarded(torch.ones(count, k, dtype=torch.int8), at_end) for count in (batch, rows))
@@ -55,7 +55,7 @@ def integers(kernel: native.Native, at_end: bool) -> int:
 
 
 def main() -> None:
-    kernel, why = native.load(sys.argv[1])
+    kernel, why = binding.load(sys.argv[1])
     assert kernel is not None, why
     print(sum(fake(kernel, at_end) + integers(kernel, at_end) for at_end in (True, False)), "calls")
 

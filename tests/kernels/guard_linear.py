@@ -8,7 +8,7 @@ import torch
 from guard_pages import guarded
 
 import narrowcast as nc
-from narrowcast.kernels import native
+from narrowcast.kernels.cpu import binding
 
 SPECS = [
     *nc.list_codecs(),
@@ -17,7 +17,7 @@ SPECS = [
 ]
 
 
-def check(kernel: native.Native, codec: nc.Codec, numel: int, batch: int, at_end: bool) -> int:
+def check(kernel: binding.Native, codec: nc.Codec, numel: int, batch: int, at_end: bool) -> int:
     table = None if not codec._tables else guarded(codec._tables[torch.device("cpu")], at_end)
     recipe = codec._recipe(torch.device("cpu"))._replace(table=table)
     data = guarded(codec.encode(torch.randn(5, numel), 1), at_end)
@@ -32,7 +32,7 @@ def check(kernel: native.Native, codec: nc.Codec, numel: int, batch: int, at_end
 def main() -> None:
     calls = 0
     for isa in sys.argv[1:]:
-        kernel, why = native.load(isa)
+        kernel, why = binding.load(isa)
         assert kernel is not None, why
         for name in SPECS:
             for numel, batch in ((1, 1), (65, 2), (1000, 3), (130, 5), (512, 1)):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import narrowcast as nc
-from narrowcast.kernels import native
+from narrowcast.kernels.cpu import binding
 
 PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -37,7 +37,7 @@ def guarded(source: Tensor, at_end: bool) -> Tensor:
     return flat.view(source.shape)
 
 
-def check(kernel: native.Native, codec: nc.Codec, numel: int, at_end: bool) -> int:
+def check(kernel: binding.Native, codec: nc.Codec, numel: int, at_end: bool) -> int:
     x = torch.randn(1, numel)
     table = None if not codec._tables else guarded(codec._tables[torch.device("cpu")], at_end)
     recipe = codec._recipe(x.device)._replace(table=table)
@@ -59,7 +59,7 @@ def check(kernel: native.Native, codec: nc.Codec, numel: int, at_end: bool) -> i
 def main() -> None:
     calls = 0
     for isa in sys.argv[1:]:
-        kernel, why = native.load(isa)
+        kernel, why = binding.load(isa)
         assert kernel is not None, why
         for name in [*nc.list_codecs(), "int4:block=24,zero_point=true", "int3:block=row", "int8:stochastic=true"]:
             for numel in (1, 7, 8, 63, 64, 65, 130, 1000):

@@ -24,8 +24,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from emulated.device import COMPILER, Broken, Emulator, Guarded
 from test_gpu_linear import bound
 
-from narrowcast.kernels import gpu_linear, nvrtc, reference
-from narrowcast.kernels.gpu_linear import Cut
+from narrowcast.kernels import reference
+from narrowcast.kernels.cuda import choose, nvrtc
+from narrowcast.kernels.cuda.choose import Cut
 
 if COMPILER is None:
     pytest.skip("g++ is not installed", allow_module_level=True)
@@ -148,21 +149,21 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 
 @pytest.fixture(autouse=True)
 def host(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gpu_linear.py as it is, with the emulator in the place of a GPU of two processors."""
+    """choose.py as it is, with the emulator in the place of a GPU of two processors."""
     monkeypatch.setattr(nvrtc, "function", emulator.function)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(gpu_linear, "_compiles", lambda device: True)
-    monkeypatch.setattr(gpu_linear, "_processors", lambda device: 2)
-    monkeypatch.setattr(gpu_linear, "_chip", lambda device: (200 << 10, True))
+    monkeypatch.setattr(choose, "_compiles", lambda device: True)
+    monkeypatch.setattr(choose, "_processors", lambda device: 2)
+    monkeypatch.setattr(choose, "_chip", lambda device: (200 << 10, True))
 
 
 def cut_of(case: Case, recipe: Recipe, n: int, k: int) -> Cut:
     """The cut of `plan` for the case's layer, with what the case changes, for n rows of k."""
-    codes = gpu_linear.codes_of(recipe.format)
+    codes = choose.codes_of(recipe.format)
     assert codes is not None
-    kind, bias = gpu_linear.KINDS[case.dtype], -1 if case.bias is None else gpu_linear.KINDS[case.bias]
+    kind, bias = choose.KINDS[case.dtype], -1 if case.bias is None else choose.KINDS[case.bias]
     layer = case.layer or (n, k)
-    cut = gpu_linear.plan(codes, recipe.format, case.batch, *layer, kind, bias, 2)
+    cut = choose.plan(codes, recipe.format, case.batch, *layer, kind, bias, 2)
     assert cut is not None
     defines = dict(cut.defines) | case.cut
     if cut.name == "dot":
@@ -170,15 +171,15 @@ def cut_of(case: Case, recipe: Recipe, n: int, k: int) -> Cut:
         grid = min(cut.grid, -(-n // (teams * defines["ROWS"])))
         return Cut("dot", tuple(defines.items()), grid, 32 * teams * parts, -(-k // 512) * 2048)
     wide, tiles, *rest = [defines.pop(key) for key in ("WIDE", "TILES", "TALL", "KS", "RESIDENT")]
-    assert gpu_linear._fits(codes, defines["BLOCK"], tiles, wide)
-    made = gpu_linear.tile_cut(defines, codes, wide, tiles, *rest, n, k, cut.grid)
+    assert choose._fits(codes, defines["BLOCK"], tiles, wide)
+    made = choose.tile_cut(defines, codes, wide, tiles, *rest, n, k, cut.grid)
     assert made is not None
     return made
 
 
 def launch(cut: Cut, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
     out = torch.empty(len(x), len(data), dtype=x.dtype)
-    gpu_linear._launch(cut, out, x, data, recipe, bias)
+    choose._launch(cut, out, x, data, recipe, bias)
     return out
 
 
@@ -336,7 +337,7 @@ def test_a_call_is_launched_as_planned_in_parts_of_a_batch_too(spec: str, batch:
     out = torch.empty(batch, 35, dtype=torch.bfloat16)
     # Guarded memory is aligned as CUDA's is; what torch has here need not be.
     x, data = (Guarded(x).tensor, Guarded(data).tensor)
-    assert gpu_linear._in_cuda(out, x, data, recipe, bias)
+    assert choose._in_cuda(out, x, data, recipe, bias)
     assert torch.equal(out, exact(x, data, recipe, bias))
 
 
@@ -369,7 +370,7 @@ def run_body(emulator: Emulator, folder: Path, body: str, x: Tensor, y: Tensor) 
         f'extern "C" __global__ void own(const {kinds[x.dtype]}* x, int n, {kinds[y.dtype]}* y) '
         f"{{ extern __shared__ float s[]; {body} }}"
     )
-    instructions = gpu_linear.sources("tile")[0]
+    instructions = choose.sources("tile")[0]
     function = emulator.function((instructions, source), "own", (("X", 1),), None)
     function(1, 64, 4 * 64, (x, nvrtc.Int(len(x)), y))
     return y

@@ -20,9 +20,10 @@ import narrowcast as nc
 from cases import DTYPES, same_bits
 from narrowcast.codecs import Levels
 from narrowcast.errors import DtypeError, GradientError, ShapeError
-from narrowcast.kernels import native, ops, reference
+from narrowcast.kernels import operators, reference
+from narrowcast.kernels.cpu import binding
 from narrowcast.kernels.fake import Grid, fake_quantize
-from narrowcast.kernels.ops import Kernel
+from narrowcast.kernels.operators import Kernel
 
 ROOT = Path(__file__).parents[2]
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
@@ -115,13 +116,13 @@ def check(
     assert_sums_agree(dscale.cpu(), want[1], x, grad, scale, grid)
 
 
-@pytest.fixture(params=native.ISAS)
-def kernel(request: pytest.FixtureRequest) -> native.Native:
-    best, why = native.load()
+@pytest.fixture(params=binding.ISAS)
+def kernel(request: pytest.FixtureRequest) -> binding.Native:
+    best, why = binding.load()
     assert best is not None, why
-    if native.ISAS.index(request.param) > native.ISAS.index(best.name.removeprefix("native/")):
+    if binding.ISAS.index(request.param) > binding.ISAS.index(best.name.removeprefix("native/")):
         pytest.skip(f"this CPU has no {request.param}")
-    loaded, why = native.load(request.param)
+    loaded, why = binding.load(request.param)
     assert loaded is not None, why
     return loaded
 
@@ -130,14 +131,14 @@ def kernel(request: pytest.FixtureRequest) -> native.Native:
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_every_instruction_set_gives_the_references_bits(kernel: native.Native, name: str) -> None:
+def test_every_instruction_set_gives_the_references_bits(kernel: binding.Native, name: str) -> None:
     for case, shape in enumerate(SHAPES):
         for dtype in DTYPES:
             check(kernel, GRIDS[name], shape, dtype, nan=case % 2 == 1)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 200_000), (1, 2, 70_000), (3, 300, 300), (150, 5000, 1), (9000, 3, 5)])
-def test_large_tensors_are_cut_into_tasks_without_a_seam(kernel: native.Native, shape: tuple[int, ...]) -> None:
+def test_large_tensors_are_cut_into_tasks_without_a_seam(kernel: binding.Native, shape: tuple[int, ...]) -> None:
     check(kernel, GRIDS["apot4"], shape, torch.float32, nan=False)
 
 
@@ -146,8 +147,8 @@ def test_threads_and_instruction_sets_change_no_bit_of_a_scales_gradient(shape: 
     x, grad, scale = made(GRIDS["nf4"], shape, torch.float32, nan=False)
     found = []
     before = torch.get_num_threads()
-    for isa in native.ISAS:
-        loaded, _ = native.load(isa)
+    for isa in binding.ISAS:
+        loaded, _ = binding.load(isa)
         for threads in (1, 2, 5):
             if loaded is not None:
                 torch.set_num_threads(threads)
@@ -158,7 +159,7 @@ def test_threads_and_instruction_sets_change_no_bit_of_a_scales_gradient(shape: 
     assert all(same_bits(found[0], other) for other in found)
 
 
-def test_results_past_the_caches_are_whole(kernel: native.Native) -> None:
+def test_results_past_the_caches_are_whole(kernel: binding.Native) -> None:
     # 16 MB and more are written past them, in whole pieces; the odd sizes leave a part of one.
     check(kernel, GRIDS["int4"], (1, 1, (1 << 22) + 37), torch.float32, nan=False)
     check(kernel, GRIDS["int4"], (2049, 2051, 1), torch.float32, nan=False)
@@ -168,7 +169,7 @@ def test_results_past_the_caches_are_whole(kernel: native.Native) -> None:
 @pytest.mark.skipif(not (CUDA or INTERPRETER), reason="the interpreter runs this in a process of its own")
 @pytest.mark.parametrize("name", GRIDS)
 def test_triton_gives_the_references_bits(name: str) -> None:
-    from narrowcast.kernels.gpu_launch import Triton
+    from narrowcast.kernels.triton.launch import Triton
 
     for case, shape in enumerate((*SHAPES[1:5], (1, 1, 5000), (1, 130, 2))):
         check(Triton(), GRIDS[name], shape, DTYPES[case % 4], case % 2 == 1, "cuda" if CUDA else "cpu")
@@ -182,7 +183,7 @@ def test_triton_gives_the_references_bits_in_its_interpreter() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_no_byte_beyond_the_tensors_is_touched(kernel: native.Native) -> None:
+def test_no_byte_beyond_the_tensors_is_touched(kernel: binding.Native) -> None:
     script = Path(__file__).with_name("guard_fake.py")
     run = subprocess.run(
         [sys.executable, str(script), kernel.name.removeprefix("native/")],
@@ -194,7 +195,7 @@ def test_no_byte_beyond_the_tensors_is_touched(kernel: native.Native) -> None:
     assert run.stdout == "228 calls\n", run.stdout + run.stderr
 
 
-def test_the_integer_grid_and_the_search_agree(kernel: native.Native) -> None:
+def test_the_integer_grid_and_the_search_agree(kernel: binding.Native) -> None:
     # A shift of every threshold by less than an element can tell keeps the codes and takes the grid's shortcut away.
     for name in ("apot3", "apot4", "apot6", "apot8"):
         grid = GRIDS[name]
@@ -409,7 +410,7 @@ def test_a_profiler_sees_the_operator() -> None:
 
 
 def test_the_reference_runs_where_it_is_asked_for() -> None:
-    check(ops.Reference(), GRIDS["apot4"], (3, 5, 7), torch.float32, nan=True)
+    check(operators.Reference(), GRIDS["apot4"], (3, 5, 7), torch.float32, nan=True)
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

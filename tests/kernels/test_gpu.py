@@ -18,10 +18,12 @@ from torch import Tensor
 import narrowcast as nc
 from cases import CODECS, DTYPES, FLT_MAX, mixed, same_bits
 from narrowcast.codecs import Levels
-from narrowcast.kernels import draws, gpu, reference
-from narrowcast.kernels.draws import WORD
+from narrowcast.kernels import reference
+from narrowcast.kernels import triton as gpu
 from narrowcast.kernels.layout import Recipe, layout
-from narrowcast.kernels.ops import Kernel
+from narrowcast.kernels.operators import Kernel
+from narrowcast.kernels.reference import draws
+from narrowcast.kernels.reference.draws import WORD
 
 CUDA = torch.cuda.is_available()
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
@@ -134,7 +136,7 @@ def test_triton_gives_the_references_bits_in_its_interpreter() -> None:
 
 
 def test_a_missing_triton_is_a_reason_and_not_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "narrowcast.kernels.gpu_launch", None)
+    monkeypatch.setitem(sys.modules, "narrowcast.kernels.triton.launch", None)
     found, why = gpu.load()
     assert found is None
     assert "pip install triton" in why
@@ -224,11 +226,11 @@ def test_sums_take_one_rank_and_many(kernel: Kernel, codec: nc.Codec, ranks: int
 def test_blocks_larger_than_a_tile_take_two_passes_and_the_same_bytes(
     kernel: Kernel, codec: nc.Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from narrowcast.kernels import gpu_plan
+    from narrowcast.kernels.triton import cuts
 
-    monkeypatch.setattr(gpu_plan, "ONE_PASS", 16)
-    monkeypatch.setattr(gpu_plan, "TILES", {key: gpu_plan.Tile(128, 1) for key in gpu_plan.TILES})
-    monkeypatch.setattr(gpu_plan, "SPLIT", 2)
+    monkeypatch.setattr(cuts, "ONE_PASS", 16)
+    monkeypatch.setattr(cuts, "TILES", {key: cuts.Tile(128, 1) for key in cuts.TILES})
+    monkeypatch.setattr(cuts, "SPLIT", 2)
     rows = rows_of_every_kind(150)[[2, 11]]
     data = reference.encode(rows, recipe_of(codec)[1], 5)
     assert torch.equal(encoded(kernel, codec, rows), data)
@@ -253,10 +255,10 @@ def test_long_rows_agree(kernel: Kernel, spec: str, block: str) -> None:
 def test_full_tiles_and_the_last_one_agree(
     kernel: Kernel, codec: nc.Codec, numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from narrowcast.kernels import gpu_plan
+    from narrowcast.kernels.triton import cuts
 
-    monkeypatch.setattr(gpu_plan, "TILES", {key: gpu_plan.Tile(512, 1) for key in gpu_plan.TILES})
-    monkeypatch.setattr(gpu_plan, "SPLIT", 2)
+    monkeypatch.setattr(cuts, "TILES", {key: cuts.Tile(512, 1) for key in cuts.TILES})
+    monkeypatch.setattr(cuts, "SPLIT", 2)
     rows = mixed(numel).view(1, -1)
     data = reference.encode(rows, recipe_of(codec)[1], 5)
     assert torch.equal(encoded(kernel, codec, rows), data)
@@ -316,7 +318,7 @@ if CUDA or INTERPRETER:
     import triton
     import triton.language as tl
 
-    from narrowcast.kernels.gpu_codes import mix64, uniform
+    from narrowcast.kernels.triton.codes import mix64, uniform
 
     @triton.jit
     def draw(out, seed, start):  # type: ignore[no-untyped-def]

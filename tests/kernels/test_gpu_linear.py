@@ -15,8 +15,8 @@ from torch import Tensor
 
 import narrowcast as nc
 from cases import CODECS
-from narrowcast.kernels import gpu, reference
-from narrowcast.kernels.ops import Kernel
+from narrowcast.kernels import reference, triton
+from narrowcast.kernels.operators import Kernel
 
 CUDA = torch.cuda.is_available()
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 
 @pytest.fixture(scope="session")
 def kernel() -> Kernel:
-    found, why = gpu.load()
+    found, why = triton.load()
     assert found is not None, why
     return found
 

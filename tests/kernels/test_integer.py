@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import DtypeError, ShapeError
-from narrowcast.kernels import native, ops
+from narrowcast.kernels import operators
+from narrowcast.kernels.cpu import binding
 from narrowcast.kernels.integer import LONGEST, integer_linear
-from narrowcast.kernels.ops import Kernel
+from narrowcast.kernels.operators import Kernel
 
 # The operator is the same on any kernel: machines without a compiler check it on the reference.
 pytestmark = pytest.mark.filterwarnings("ignore::narrowcast.errors.KernelWarning")
@@ -22,20 +23,20 @@ SIZES += [(15, 48, 70), (16, 16, 3), (17, 17, 5), (29, 49, 1023), (16, 33, 1030)
 def triton() -> Kernel:
     """What runs on CUDA: it pads for cuBLAS, and torch has the same function for the CPU, exact where there is VNNI."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    if native.load("avx512")[0] is None:
+    if binding.load("avx512")[0] is None:
         pytest.skip("torch._int_mm saturates on CPUs without VNNI")
-    from narrowcast.kernels.gpu_launch import Triton
+    from narrowcast.kernels.triton.launch import Triton
 
     return Triton()
 
 
-@pytest.fixture(params=[*native.ISAS, "reference", "triton"])
+@pytest.fixture(params=[*binding.ISAS, "reference", "triton"])
 def kernel(request: pytest.FixtureRequest) -> Kernel:
     if request.param == "reference":
-        return ops.Reference()
+        return operators.Reference()
     if request.param == "triton":
         return triton()
-    loaded, why = native.load(request.param)
+    loaded, why = binding.load(request.param)
     if loaded is None:
         pytest.skip(why)
     return loaded
@@ -75,7 +76,7 @@ def test_rows_may_lie_apart(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("batch", [3, 20])
 def test_results_may_lie_apart_and_nothing_between_them_changes(batch: int) -> None:
-    kernel, why = native.load()
+    kernel, why = binding.load()
     if kernel is None:
         pytest.skip(why)
     x, weight, out = codes(batch, 70), codes(19, 70), torch.full((batch, 40), 7, dtype=torch.int32)

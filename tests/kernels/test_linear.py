@@ -14,7 +14,7 @@ from torch import Tensor
 import narrowcast as nc
 from cases import same_bits
 from narrowcast.codecs import Codec
-from narrowcast.kernels import native
+from narrowcast.kernels.cpu import binding
 
 CPU = torch.device("cpu")
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -25,17 +25,17 @@ PLAIN = ("int8:block=24", "int4:block=24,scale=e8m0", "sign:block=8")
 
 
 def available() -> tuple[str, ...]:
-    kernel, why = native.load()
+    kernel, why = binding.load()
     assert kernel is not None, why
-    return native.ISAS[: native.ISAS.index(kernel.name.removeprefix("native/")) + 1]
+    return binding.ISAS[: binding.ISAS.index(kernel.name.removeprefix("native/")) + 1]
 
 
 ISAS = available()
 
 
 @pytest.fixture(params=ISAS)
-def kernel(request: pytest.FixtureRequest) -> native.Native:
-    loaded, why = native.load(request.param)
+def kernel(request: pytest.FixtureRequest) -> binding.Native:
+    loaded, why = binding.load(request.param)
     assert loaded is not None, why
     return loaded
 
@@ -44,7 +44,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def multiplied(kernel: native.Native, codec: Codec, x: Tensor, data: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiplied(kernel: binding.Native, codec: Codec, x: Tensor, data: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.full((len(x), len(data)), 7.0, dtype=x.dtype)
     assert kernel.linear(out, x, data, codec._recipe(CPU), bias)
     return out
@@ -69,7 +69,7 @@ def limits(codec: Codec, x: Tensor, data: Tensor, bias: Tensor | None) -> tuple[
     return exact, error + ROUNDING[x.dtype] * (exact.abs() + error) + SMALLEST[x.dtype]
 
 
-def check(kernel: native.Native, codec: Codec, x: Tensor, data: Tensor, bias: Tensor | None) -> None:
+def check(kernel: binding.Native, codec: Codec, x: Tensor, data: Tensor, bias: Tensor | None) -> None:
     exact, room = limits(codec, x, data, bias)
     found = multiplied(kernel, codec, x, data, bias).double()
     assert (found - exact).abs().le(room).all(), (codec.spec, tuple(x.shape), len(data), x.dtype)
@@ -78,7 +78,7 @@ def check(kernel: native.Native, codec: Codec, x: Tensor, data: Tensor, bias: Te
 CASES = [(1, 1, 2), (3, 7, 3), (17, 100, 8), (2, 4104, 1), (6, 512, 31), (5, 640, 32), (1, 65, 1), (4, 2048, 4)]
 
 
-def test_every_codec_is_within_the_bound_of_fp32_sums(kernel: native.Native, codec: Codec) -> None:
+def test_every_codec_is_within_the_bound_of_fp32_sums(kernel: binding.Native, codec: Codec) -> None:
     dtypes = list(ROUNDING)
     for case, (rows, numel, batch) in enumerate(CASES):
         data = codec.encode(randn(rows, numel, seed=case), 1)
@@ -89,14 +89,14 @@ def test_every_codec_is_within_the_bound_of_fp32_sums(kernel: native.Native, cod
 
 @pytest.mark.parametrize("spec", [*FAST, *FLOATS, *PLAIN])
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_every_dtype_and_batch_is_within_the_bound(kernel: native.Native, spec: str, dtype: torch.dtype) -> None:
+def test_every_dtype_and_batch_is_within_the_bound(kernel: binding.Native, spec: str, dtype: torch.dtype) -> None:
     codec = nc.codec(spec)
     data = codec.encode(randn(7, 1000), 1)
     for batch in (1, 2, 3, 8, 31, 32):
         check(kernel, codec, randn(batch, 1000, seed=batch, dtype=dtype), data, randn(7))
 
 
-def test_rows_and_vectors_may_be_slices_of_larger_matrices(kernel: native.Native) -> None:
+def test_rows_and_vectors_may_be_slices_of_larger_matrices(kernel: binding.Native) -> None:
     for spec in (*FAST, *FLOATS, *PLAIN):
         codec = nc.codec(spec)
         data, x, bias = codec.encode(randn(9, 200), 1), randn(3, 200), randn(9)
@@ -113,7 +113,7 @@ def test_rows_and_vectors_may_be_slices_of_larger_matrices(kernel: native.Native
         assert same_bits(part, expected[:, 4:7].contiguous()), spec
 
 
-def test_a_vector_gives_the_same_bits_alone_and_in_any_batch(kernel: native.Native, codec: Codec) -> None:
+def test_a_vector_gives_the_same_bits_alone_and_in_any_batch(kernel: binding.Native, codec: Codec) -> None:
     data, x = codec.encode(randn(6, 300), 1), randn(7, 300, dtype=torch.bfloat16)
     x[2] *= 1e30  # another magnitude beside it changes nothing either
     together = multiplied(kernel, codec, x, data)
@@ -148,7 +148,7 @@ def test_a_forked_child_multiplies_with_threads_of_its_own() -> None:
         torch.set_num_threads(before)
 
 
-def test_a_block_that_is_not_finite_spoils_its_own_output_alone(kernel: native.Native) -> None:
+def test_a_block_that_is_not_finite_spoils_its_own_output_alone(kernel: binding.Native) -> None:
     for spec in (*FAST, *FLOATS, *PLAIN):
         codec = nc.codec(spec)
         clean = randn(6, 512)
@@ -161,7 +161,7 @@ def test_a_block_that_is_not_finite_spoils_its_own_output_alone(kernel: native.N
         assert same_bits(found[:, [0, 2, 3, 5]], expected[:, [0, 2, 3, 5]]), spec
 
 
-def test_x_that_is_not_finite_spoils_its_own_vector_alone(kernel: native.Native) -> None:
+def test_x_that_is_not_finite_spoils_its_own_vector_alone(kernel: binding.Native) -> None:
     for spec in (*FAST, *FLOATS, *PLAIN):
         codec = nc.codec(spec)
         data, x = codec.encode(randn(5, 300), 1), randn(5, 300)
@@ -173,7 +173,7 @@ def test_x_that_is_not_finite_spoils_its_own_vector_alone(kernel: native.Native)
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 2.0**-140, 2.0**-110, 1e-30, 1e18, 1e30, 2.0**118])
-def test_x_of_any_magnitude_is_within_the_bound(kernel: native.Native, magnitude: float) -> None:
+def test_x_of_any_magnitude_is_within_the_bound(kernel: binding.Native, magnitude: float) -> None:
     # Codes times x may pass the largest number, or lose digits below the smallest, where weights times x do not.
     for spec in (*FAST, *FLOATS, *PLAIN):
         codec = nc.codec(spec)
@@ -182,14 +182,14 @@ def test_x_of_any_magnitude_is_within_the_bound(kernel: native.Native, magnitude
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 2.0**-140, 1e-30, 1e25, 1e35])
-def test_weights_of_any_magnitude_are_within_the_bound(kernel: native.Native, magnitude: float) -> None:
+def test_weights_of_any_magnitude_are_within_the_bound(kernel: binding.Native, magnitude: float) -> None:
     for spec in (*FAST, *FLOATS, *PLAIN, "int4:zero_point=true,block=24"):
         codec = nc.codec(spec)
         data = codec.encode(randn(5, 300) * magnitude, 1)
         check(kernel, codec, randn(2, 300) * 1e-3, data, None)
 
 
-def test_affine_weights_past_the_largest_number_are_cut_as_decoding_cuts_them(kernel: native.Native) -> None:
+def test_affine_weights_past_the_largest_number_are_cut_as_decoding_cuts_them(kernel: binding.Native) -> None:
     codec = nc.codec("int4:zero_point=true,scale=fp32")
     weight = torch.full((1, 64), torch.finfo(torch.float32).max)
     weight[0, ::2] *= -1
@@ -198,7 +198,7 @@ def test_affine_weights_past_the_largest_number_are_cut_as_decoding_cuts_them(ke
     check(kernel, codec, x, codec.encode(weight, 1), None)
 
 
-def test_codes_without_a_level_stand_for_nan(kernel: native.Native) -> None:
+def test_codes_without_a_level_stand_for_nan(kernel: binding.Native) -> None:
     for spec, code in (("apot4", 0x0F), ("apot3", 0x07), ("levels:table=-1.0|0.0|0.5", 0x03)):
         codec = nc.codec(spec)
         data = codec.encode(randn(5, 256), 1)
@@ -207,7 +207,7 @@ def test_codes_without_a_level_stand_for_nan(kernel: native.Native) -> None:
         assert found.isnan().tolist() == [[False, False, False, True, False]] * 2, spec
 
 
-def test_infinite_codes_of_e5m2_stay_infinite(kernel: native.Native) -> None:
+def test_infinite_codes_of_e5m2_stay_infinite(kernel: binding.Native) -> None:
     codec = nc.codec("fp8_e5m2:scale=none")
     weight = randn(5, 256)
     weight[2, 100] = -float("inf")
@@ -215,7 +215,7 @@ def test_infinite_codes_of_e5m2_stay_infinite(kernel: native.Native) -> None:
     assert multiplied(kernel, codec, x, codec.encode(weight, 1))[0, 2] == -float("inf")
 
 
-def test_results_past_the_largest_half_are_infinite_as_in_torch(kernel: native.Native) -> None:
+def test_results_past_the_largest_half_are_infinite_as_in_torch(kernel: binding.Native) -> None:
     for dtype, magnitude in ((torch.float16, 300.0), (torch.bfloat16, 1.5e19)):
         weight, x = torch.full((1, 64), magnitude), torch.full((2, 64), magnitude, dtype=dtype)
         x[1] *= -1
@@ -223,10 +223,10 @@ def test_results_past_the_largest_half_are_infinite_as_in_torch(kernel: native.N
         assert multiplied(kernel, nc.codec("raw"), x, data).flatten().tolist() == [float("inf"), -float("inf")]
 
 
-def test_larger_batches_and_fp64_are_left_to_tiles(kernel: native.Native) -> None:
+def test_larger_batches_and_fp64_are_left_to_tiles(kernel: binding.Native) -> None:
     codec = nc.codec("int4")
     data, recipe = codec.encode(randn(3, 100)), codec._recipe(CPU)
-    beyond = [randn(most + 1, 100, dtype=dtype) for dtype, most in native.MAX_BATCH.items()]
+    beyond = [randn(most + 1, 100, dtype=dtype) for dtype, most in binding.MAX_BATCH.items()]
     for x in (*beyond, randn(1, 100).double()):
         assert not kernel.linear(torch.empty(len(x), 3, dtype=x.dtype), x, data, recipe, None)
         found = codec.linear(x, data).double()

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import narrowcast as nc
 from narrowcast.errors import KernelWarning
-from narrowcast.kernels import native, ops, reference
+from narrowcast.kernels import operators, reference
+from narrowcast.kernels.cpu import binding
 
 FLT_MAX = torch.finfo(torch.float32).max
 BITS_OF = {
@@ -65,18 +66,18 @@ def made(kind: str, rows: int, numel: int, seed: int) -> Tensor:
     return torch.full_like(x, -1.7) if kind == "constant" else x
 
 
-def best() -> native.Native:
-    kernel, why = native.load()
+def best() -> binding.Native:
+    kernel, why = binding.load()
     assert kernel is not None, why
     return kernel
 
 
-ISAS = native.ISAS[: native.ISAS.index(best().name.removeprefix("native/")) + 1]
+ISAS = binding.ISAS[: binding.ISAS.index(best().name.removeprefix("native/")) + 1]
 
 
 @pytest.fixture(params=ISAS)
-def kernel(request: pytest.FixtureRequest) -> native.Native:
-    loaded, why = native.load(request.param)
+def kernel(request: pytest.FixtureRequest) -> binding.Native:
+    loaded, why = binding.load(request.param)
     assert loaded is not None, why
     return loaded
 
@@ -87,7 +88,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec[:40])
-def test_every_instruction_set_gives_the_bytes_of_the_reference(kernel: native.Native, spec: str) -> None:
+def test_every_instruction_set_gives_the_bytes_of_the_reference(kernel: binding.Native, spec: str) -> None:
     codec = nc.codec(spec)
     recipe = codec._recipe(torch.device("cpu"))
     dtypes = list(BITS_OF)
@@ -121,7 +122,7 @@ def test_every_instruction_set_gives_the_bytes_of_the_reference(kernel: native.N
 @pytest.mark.parametrize(
     "spec", ["int8", "int4:block=65536", "sign", "nf4", "int8:block=row", "sign:block=row", "bf16"]
 )
-def test_long_rows_are_cut_into_parts_without_a_trace(kernel: native.Native, spec: str) -> None:
+def test_long_rows_are_cut_into_parts_without_a_trace(kernel: binding.Native, spec: str) -> None:
     codec = nc.codec(spec)
     recipe = codec._recipe(torch.device("cpu"))
     x = made("non-finite" if "row" not in spec else "wide", 1, 200_003, 1)
@@ -226,14 +227,14 @@ def test_denormals_count_even_where_torch_flushes_them() -> None:
 
 
 def test_a_missing_core_is_said_once_and_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "find", lambda: None)
-    monkeypatch.setattr(ops, "kernel_for", ops.kernel_for.__wrapped__)
+    monkeypatch.setattr(binding, "find", lambda: None)
+    monkeypatch.setattr(operators, "kernel_for", operators.kernel_for.__wrapped__)
     with pytest.warns(KernelWarning, match=r"reference on cpu.*no C\+\+ compiler.*pip install"):
-        assert ops.kernel_for("cpu").name == "reference"
+        assert operators.kernel_for("cpu").name == "reference"
 
 
 def test_a_kernel_that_the_cpu_lacks_is_refused() -> None:
-    kernel, why = native.load("avx1024")
+    kernel, why = binding.load("avx1024")
     assert kernel is None
     assert "plain" in why
 

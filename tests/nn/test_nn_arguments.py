@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.errors import DtypeError, ShapeError
-from narrowcast.nn import qat, quantized_input
+from narrowcast.nn.qat import integer, layers
 
 PAIRS = [
     *((getattr(nc.nn, name), getattr(nn, name)) for name in ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")),
     (nc.nn.MultiheadAttention, nn.MultiheadAttention),
-    *((kind, plain) for plain, kind in qat.TRAINED.items()),
-    (quantized_input.IntegerLinear, nn.Linear),
-    (quantized_input.IntegerConv2d, nn.Conv2d),
-    (quantized_input.QuantizedInputLinear, nn.Linear),
-    (quantized_input.QuantizedInputConv1d, nn.Conv1d),
+    *((kind, plain) for plain, kind in layers.TRAINED.items()),
+    (integer.IntegerLinear, nn.Linear),
+    (integer.IntegerConv2d, nn.Conv2d),
+    (integer.QuantizedInputLinear, nn.Linear),
+    (integer.QuantizedInputConv1d, nn.Conv1d),
 ]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import narrowcast as nc
 from cases import same_bits
 from narrowcast.errors import QuantizeError, SpecError, StateDictError
-from narrowcast.nn.extra_state import KEY
+from narrowcast.nn.state import KEY
 
 pytestmark = pytest.mark.ambient
 AUTOCAST = pytest.mark.not_in(
@@ -310,9 +310,9 @@ def test_each_float_weight_is_let_go_before_the_next_is_encoded(monkeypatch: pyt
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
     alive = weakref.WeakSet(parameter for parameter in model.parameters() if parameter.dim() == 2)
     counts: list[int] = []
-    from narrowcast.nn import convert
+    from narrowcast.nn import quantize
 
-    encode = convert.encode_rows
+    encode = quantize.encode_rows
 
     def counted(*arguments: object, **options: object) -> object:
         counts.append(len(alive))
@@ -320,7 +320,7 @@ def test_each_float_weight_is_let_go_before_the_next_is_encoded(monkeypatch: pyt
 
     gc.disable()
     try:
-        monkeypatch.setattr(convert, "encode_rows", counted)
+        monkeypatch.setattr(quantize, "encode_rows", counted)
         nc.quantize_(model)
     finally:
         gc.enable()

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 from cases import same_bits
+from narrowcast.codecs.payload import EncodedRows, Encoding
 from narrowcast.errors import StateDictError
 from narrowcast.nn import adopt, encodings
 from narrowcast.nn.encodings import stored_state
-from narrowcast.payload import EncodedRows, Encoding
 
 
 class Stack(nn.Module):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import narrowcast as nc
 from cases import same_bits
 from narrowcast.errors import QuantizeError
-from narrowcast.nn.experts import ExpertRows
-from narrowcast.nn.extra_state import KEY
+from narrowcast.nn.modules.experts import ExpertRows
+from narrowcast.nn.state import KEY
 
 
 class Experts(nn.Module):

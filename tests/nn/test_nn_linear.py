@@ -19,7 +19,7 @@ import narrowcast as nc
 from cases import CODECS, same_bits
 from narrowcast import Codec
 from narrowcast.errors import DtypeError, QuantizeError, ShapeError, SpecError, StateDictError
-from narrowcast.nn.extra_state import KEY
+from narrowcast.nn.state import KEY
 
 pytestmark = pytest.mark.ambient
 AUTOCAST = pytest.mark.not_in(

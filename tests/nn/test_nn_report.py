@@ -33,12 +33,13 @@ def test_bytes_and_noise_are_what_they_are() -> None:
 
 
 def test_noise_is_summed_over_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from narrowcast.nn import convert
 
     model = nn.Sequential(nn.Linear(30, 70))
     other = copy.deepcopy(model)
     whole = nc.quantize_(model, "int4").entries[0].sqnr
-    monkeypatch.setattr(convert, "TILE", 100)
+    from narrowcast.nn import quantize
+
+    monkeypatch.setattr(quantize, "TILE", 100)
     assert nc.quantize_(other, "int4").entries[0].sqnr == pytest.approx(whole, abs=1e-9)  # the same rows
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.errors import DtypeError, StateDictError
-from narrowcast.nn.extra_state import KEY
+from narrowcast.nn.state import KEY
 
 
 class Experts(nn.Module):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.errors import CalibrationError, QuantizeError, SpecError
-from narrowcast.nn.grids import codec_grid
-from narrowcast.nn.observers import LeastSquares, MinMax, MovingAverage, Observer, Percentile
+from narrowcast.nn.qat.grids import codec_grid
+from narrowcast.nn.qat.observers import LeastSquares, MinMax, MovingAverage, Observer, Percentile
 
 INT8 = codec_grid("int8")
 

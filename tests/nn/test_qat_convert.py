@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.errors import CalibrationError, QuantizeError
-from narrowcast.nn.quantized_input import IntegerConv1d, IntegerConv2d, IntegerLinear
+from narrowcast.nn.qat.integer import IntegerConv1d, IntegerConv2d, IntegerLinear
 
 
 @pytest.fixture(autouse=True)

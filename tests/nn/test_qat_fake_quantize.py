@@ -23,7 +23,7 @@ from narrowcast.errors import (
     StateDictError,
 )
 from narrowcast.kernels.fake import fake_quantize
-from narrowcast.nn.fake_quantize import FLOOR, FakeQuantize
+from narrowcast.nn.qat.fake_quantize import FLOOR, FakeQuantize
 
 
 @pytest.fixture(autouse=True)

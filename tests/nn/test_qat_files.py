@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import narrowcast as nc
 from narrowcast.cli import app
 from narrowcast.errors import CheckpointError, ModelMismatchError, NarrowcastError
-from narrowcast.nn.input_grids import adopt_inputs, quantized_inputs
+from narrowcast.nn.qat.input_grids import adopt_inputs, quantized_inputs
 
 
 class Net(nn.Module):

@@ -11,7 +11,7 @@ from narrowcast.codecs import Levels
 from narrowcast.errors import SpecError
 from narrowcast.kernels import reference
 from narrowcast.kernels.fake import fake_quantize
-from narrowcast.nn.grids import codec_grid, row_scales, write_rows
+from narrowcast.nn.qat.grids import codec_grid, row_scales, write_rows
 
 TRAINABLE = [name for name in nc.list_codecs() if name not in ("raw", "fp16", "bf16", "levels")]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import narrowcast as nc
+from narrowcast.codecs.payload import encode_rows
 from narrowcast.errors import BudgetError
-from narrowcast.payload import encode_rows
 from narrowcast.sensitivity import Statistics, measure, plan, statistics
 
 SPECS = ["int8", "int4", "nf4", "int2"]

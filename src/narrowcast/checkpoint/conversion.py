@@ -37,9 +37,9 @@ from narrowcast.checkpoint.mapping import File
 from narrowcast.checkpoint.reading import Checkpoint, read
 from narrowcast.checkpoint.saving import by_group, check_ending, shards, size_in_bytes
 from narrowcast.checkpoint.selection import Choice, choose, module_name, refuse_transposed
+from narrowcast.codecs.payload import Encoding, encode_rows
 from narrowcast.codecs.rules import CodecLike, Rules, compile_rules
 from narrowcast.errors import CheckpointError, MissingFileError, QuantizeError, TargetError
-from narrowcast.payload import Encoding, encode_rows
 
 NOTE = ".narrowcast-quantize.json"
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from narrowcast.checkpoint.header import Contents, Stored, header
 from narrowcast.codecs import Codec
+from narrowcast.codecs.payload import Encoding
 from narrowcast.errors import CheckpointError
-from narrowcast.payload import Encoding
 
 SUFFIX = ".narrowcast-tmp"
 CHUNK = 1 << 24

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowcast.codecs import Codec, codec
+from narrowcast.codecs.payload import Encoding
 from narrowcast.codecs.registry import codec_in_file
 from narrowcast.errors import CheckpointError, NarrowcastError, NewerVersionError
-from narrowcast.payload import Encoding
 
 VERSION = 1
 TEXT, SEAL = "narrowcast", "narrowcast.crc32"

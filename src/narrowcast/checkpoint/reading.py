@@ -27,8 +27,8 @@ from narrowcast.checkpoint.folders import HEADERS, INDEX, OWN, SHARD, SINGLE
 from narrowcast.checkpoint.header import Stored, parse, short
 from narrowcast.checkpoint.mapping import File, check_regular, identity
 from narrowcast.codecs import Codec
+from narrowcast.codecs.payload import EncodedRows, Encoding
 from narrowcast.errors import CheckpointError, MissingFileError, ReplacedError
-from narrowcast.payload import EncodedRows, Encoding
 
 PATIENCE_SECONDS = 10.0
 """How long a folder that changes all the time is tried."""

@@ -25,8 +25,8 @@ from narrowcast.checkpoint.folders import header_digest, publish_shards, publish
 from narrowcast.checkpoint.header import NAMES, Stored, clip_of
 from narrowcast.checkpoint.mapping import PICKLES
 from narrowcast.codecs import Codec
+from narrowcast.codecs.payload import EncodedRows, Encoding, Payload
 from narrowcast.errors import CheckpointError
-from narrowcast.payload import EncodedRows, Encoding, Payload
 
 _UNITS = {"": 1, "B": 1, **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}}
 _UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}

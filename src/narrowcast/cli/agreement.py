@@ -15,9 +15,10 @@ from torch import Tensor
 
 from narrowcast.codecs import Codec, list_codecs
 from narrowcast.codecs import codec as as_codec
-from narrowcast.kernels import native, reference
+from narrowcast.kernels import reference
 from narrowcast.kernels.contract import Kernel
-from narrowcast.kernels.ops import kernel_for
+from narrowcast.kernels.cpu import binding
+from narrowcast.kernels.operators import kernel_for
 
 NUMEL = 531
 SEED = 7
@@ -38,8 +39,8 @@ def specs() -> list[str]:
 def kernels() -> list[tuple[Kernel, torch.device]]:
     """Every compiled kernel that this machine can run: each instruction set of the CPU, and the GPU's."""
     found: list[tuple[Kernel, torch.device]] = []
-    for isa in native.ISAS:
-        kernel, _ = native.load(isa)
+    for isa in binding.ISAS:
+        kernel, _ = binding.load(isa)
         if kernel is not None:
             found.append((kernel, torch.device("cpu")))
     if torch.cuda.is_available() and kernel_for("cuda").name != "reference":

@@ -22,7 +22,8 @@ import narrowcast
 from narrowcast.cli import agreement
 from narrowcast.codecs import list_codecs, which_kernel
 from narrowcast.errors import KernelWarning
-from narrowcast.kernels import gpu, native
+from narrowcast.kernels import triton as gpu
+from narrowcast.kernels.cpu import binding
 
 PACKAGES = ("torch", "numpy", "safetensors", "typer", "rich", "triton")
 EXTRAS = {
@@ -153,7 +154,7 @@ def _kernel_faults() -> list[Finding]:
 
 def _core_faults(wanted: str) -> list[Finding]:
     try:
-        core, why = native.load(wanted.removeprefix("native/"))
+        core, why = binding.load(wanted.removeprefix("native/"))
     except (OSError, AttributeError) as error:
         fix = "unset NARROWCAST_CORE" if "NARROWCAST_CORE" in os.environ else REINSTALL
         return [Finding(f"the native core cannot be loaded, and nothing runs on the CPU: {error}", fix)]

@@ -24,9 +24,9 @@ from narrowcast.cli import npy
 from narrowcast.cli.bars import bytes_bar
 from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
+from narrowcast.codecs.payload import EncodedRows, Encoding
+from narrowcast.codecs.payload import encode as encode_tensor
 from narrowcast.errors import CheckpointError, SpecError
-from narrowcast.payload import EncodedRows, Encoding
-from narrowcast.payload import encode as encode_tensor
 
 SHAPES = "encoded_shapes"
 ARRAY = "array"

@@ -21,7 +21,7 @@ from narrowcast.cli.launched import rank, world
 if TYPE_CHECKING:
     import torch
 
-    from narrowcast.distributed.plan import Plan
+    from narrowcast.distributed.planning.planner import Plan
 
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 RATES = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
@@ -65,7 +65,7 @@ def plan(
 
     import torch
 
-    from narrowcast.distributed import plan as planning
+    from narrowcast.distributed.planning import planner as planning
 
     if device == "cuda" and not torch.cuda.is_available():
         refuse("--device cuda: torch sees no GPU here, and codecs are measured where they run. Use --device cpu.")
@@ -127,10 +127,10 @@ def _on_paper(
     options: dict[str, object],
 ) -> Plan:
     from narrowcast.codecs import codec as as_codec
-    from narrowcast.distributed.link import link_on_paper
-    from narrowcast.distributed.plan import NONE, decide
-    from narrowcast.distributed.speed import measure_codecs
-    from narrowcast.distributed.wire import EAGER
+    from narrowcast.distributed.planning.codec_speed import measure_codecs
+    from narrowcast.distributed.planning.link import link_on_paper
+    from narrowcast.distributed.planning.planner import NONE, decide
+    from narrowcast.distributed.transport.wire import EAGER
 
     speeds = measure_codecs([as_codec(name) for name in codecs if name != NONE], device, ranks=ranks)
     eager = 0 if device == "cuda" else EAGER
@@ -141,7 +141,7 @@ def _live(buckets: list[int], device: str, codecs: tuple[str, ...], options: dic
     import torch
     import torch.distributed as dist
 
-    from narrowcast.distributed.plan import plan as make
+    from narrowcast.distributed.planning.planner import plan as make
 
     where = torch.device(device, int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device("cpu")
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
@@ -155,7 +155,7 @@ def _show(made: Plan, count: int, live: bool, dtype: str, device: torch.device) 
     import torch
 
     from narrowcast.codecs import which_kernel
-    from narrowcast.distributed.plan import NONE
+    from narrowcast.distributed.planning.planner import NONE
 
     console = Console()
     link, plain = made.link, next(p for p in made.predictions if p.codec == NONE)

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from narrowcast.codecs import checks
 from narrowcast.errors import SpecError
-from narrowcast.kernels import casts, ops, reference
 from narrowcast.kernels import linear as multiply
+from narrowcast.kernels import operators, reference
 from narrowcast.kernels.layout import ROW, Format, Recipe, Scale, layout
+from narrowcast.kernels.reference import casts
 
 SCALES = {"fp32": Scale.FP32, "bf16": Scale.BF16, "fp16": Scale.FP16, "e8m0": Scale.E8M0}
 MAX_BLOCK = 65536
@@ -98,12 +99,12 @@ class Codec:
         seed = checks.seed(seed) if self.format.stochastic else 0
         recipe = self._recipe(rows.device)
         checks.out(out, (*rows.shape[:-1], self.row_bytes(flat.shape[1])), (torch.uint8,), rows.device)
-        return _write(out, lambda target: ops.encode_(target, flat, recipe, seed), flat)
+        return _write(out, lambda target: operators.encode_(target, flat, recipe, seed), flat)
 
     def encode_matrix(self, rows: Tensor, seed: int | None) -> Tensor:
         """`encode` of a plain float matrix that has been checked."""
         seed = checks.seed(seed) if self.format.stochastic else 0
-        return ops.encode(rows, self._recipe(rows.device), seed)
+        return operators.encode(rows, self._recipe(rows.device), seed)
 
     def decode(
         self, rows: Tensor, numel: int, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None
@@ -114,9 +115,9 @@ class Codec:
         recipe = self._recipe(rows.device)
         if out is None:
             checks.float_dtype(dtype, "dtype")
-            return _shaped(ops.decode(flat, numel, dtype, recipe), rows)
+            return _shaped(operators.decode(flat, numel, dtype, recipe), rows)
         checks.out(out, (*rows.shape[:-1], numel), checks.FLOATS, rows.device)
-        return _write(out, lambda target: ops.decode_(target, flat, recipe), flat)
+        return _write(out, lambda target: operators.decode_(target, flat, recipe), flat)
 
     def decode_sum(
         self,
@@ -137,9 +138,11 @@ class Codec:
         recipe = self._recipe(rows.device)
         if out is None:
             checks.float_dtype(dtype, "dtype")
-            return ops.decode_sum(rows, numel, dtype, recipe, own, own_rank, divisor)
+            return operators.decode_sum(rows, numel, dtype, recipe, own, own_rank, divisor)
         checks.out(out, (numel,), checks.FLOATS, rows.device)
-        return _write(out, lambda target: ops.decode_sum_(target[0], rows, recipe, own, own_rank, divisor), rows, own)
+        return _write(
+            out, lambda target: operators.decode_sum_(target[0], rows, recipe, own, own_rank, divisor), rows, own
+        )
 
     def decode_sum_encode(
         self,
@@ -157,10 +160,10 @@ class Codec:
         seed = checks.seed(seed) if self.stochastic else 0
         recipe = self._recipe(rows.device)
         if out is None:
-            return ops.reduce(rows, numel, recipe, own, own_rank, divisor, seed)
+            return operators.reduce(rows, numel, recipe, own, own_rank, divisor, seed)
         checks.out(out, (rows.shape[-1],), (torch.uint8,), rows.device)
         arguments = rows, numel, recipe, own, own_rank, divisor, seed
-        return _write(out, lambda target: ops.reduce_(target[0], *arguments), rows, own)
+        return _write(out, lambda target: operators.reduce_(target[0], *arguments), rows, own)
 
     def linear(self, x: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias, where `rows` [out, row_bytes(numel)] is W encoded and x is [..., numel].

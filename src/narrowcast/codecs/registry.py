@@ -18,7 +18,7 @@ from narrowcast.codecs.cast import Cast, Float8
 from narrowcast.codecs.levels import APoT, Levels, NormalFloat, PoT
 from narrowcast.codecs.uniform import Sign, Uniform
 from narrowcast.errors import SpecError
-from narrowcast.kernels.ops import kernel_for
+from narrowcast.kernels.operators import kernel_for
 
 _CODECS: dict[str, tuple[type[Codec], Callable[..., Codec]]] = {
     **{name: (Cast, partial(Cast, name)) for name in ("raw", "fp16", "bf16")},

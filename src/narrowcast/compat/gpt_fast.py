@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from narrowcast.compat.int8_rows import CODEC, Int8Rows, Int8Weight, dynamically_quantize_per_channel
 from narrowcast.errors import DtypeError, QuantizeError, SpecError
 from narrowcast.nn import Linear
-from narrowcast.nn.fast_path import settle
-from narrowcast.nn.linear import linear_on_rows
-from narrowcast.nn.slots import Slot, Survey, Weight, survey
+from narrowcast.nn.modules.fast_path import settle
+from narrowcast.nn.modules.linear import linear_on_rows
+from narrowcast.nn.survey import Slot, Survey, Weight, survey
 
 __all__ = [
     "WeightOnlyInt8Embedding",

@@ -18,7 +18,7 @@ from narrowcast.codecs import checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.errors import ShapeError
 from narrowcast.kernels.layout import layout
-from narrowcast.nn.encoded import Encoded, keep_dtype
+from narrowcast.nn.modules.base import Encoded, keep_dtype
 
 CODEC = as_codec("int8:block=row")
 TILE = 1 << 22

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from narrowcast import distributed as ncd
 from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
-from narrowcast.distributed.streams import StreamWork
+from narrowcast.distributed.transport.streams import StreamWork
 from narrowcast.distributed.uncompiled import uncompiled
 from narrowcast.errors import DtypeError, SpecError
 

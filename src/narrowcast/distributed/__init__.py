@@ -17,9 +17,9 @@ from narrowcast.distributed.collectives import (
     reduce_scatter_tensor,
 )
 from narrowcast.distributed.gradients import GradientCompression, compress_gradients, gradient_hook
-from narrowcast.distributed.lane import Work
 from narrowcast.distributed.point_to_point import irecv, isend, recv, send
 from narrowcast.distributed.stats import OpStats, reset_stats, stats
+from narrowcast.distributed.transport.lane import Work
 
 __all__ = [
     "GradientCompression",

@@ -16,14 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
-from narrowcast.distributed import arguments, one_trip, two_stage
-from narrowcast.distributed.agreement import Call
+from narrowcast.distributed import arguments
 from narrowcast.distributed.entry import collective
-from narrowcast.distributed.exchange import Exchange
-from narrowcast.distributed.hierarchy import all_reduce_over_mesh
-from narrowcast.distributed.lane import Work
 from narrowcast.distributed.launch import Operands, launch
-from narrowcast.distributed.peers import peers_of
+from narrowcast.distributed.protocols import one_way, two_stage
+from narrowcast.distributed.protocols.exchange import Exchange
+from narrowcast.distributed.protocols.mesh import all_reduce_over_mesh
+from narrowcast.distributed.transport.agreement import Call
+from narrowcast.distributed.transport.group import peers_of
+from narrowcast.distributed.transport.lane import Work
 
 AnyCodec = str | Codec | Mapping[str, Any]
 SUM = dist.ReduceOp.SUM
@@ -196,7 +197,7 @@ def _all_gather(
 
     def protocol(exchange: Exchange) -> None:
         if exchange.size > 1:
-            one_trip.all_gather(exchange, rows, mine)
+            one_way.all_gather(exchange, rows, mine)
         else:
             rows[0].copy_(mine)
 
@@ -278,7 +279,7 @@ def _all_to_all(
 
     def protocol(exchange: Exchange) -> None:
         if exchange.size > 1:
-            one_trip.all_to_all(exchange, rows_out, rows_in)
+            one_way.all_to_all(exchange, rows_out, rows_in)
         else:
             rows_out[0].view(-1).copy_(rows_in[0].view(-1))
 
@@ -311,7 +312,7 @@ def broadcast(
 
     def protocol(exchange: Exchange) -> None:
         if exchange.size > 1:
-            one_trip.broadcast(exchange, rows, root)
+            one_way.broadcast(exchange, rows, root)
 
     call = Call(
         "broadcast", chosen, f"{arguments.in_common(target, chosen)}, numel={target.numel()}, src={peers.ranks[root]}"

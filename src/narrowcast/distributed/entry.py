@@ -20,9 +20,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from narrowcast.distributed import arguments
-from narrowcast.distributed.hierarchy import refuse_over_mesh
-from narrowcast.distributed.lane import accepted
-from narrowcast.distributed.peers import last_device, pair_with, peers_of
+from narrowcast.distributed.protocols.mesh import refuse_over_mesh
+from narrowcast.distributed.transport.group import last_device, pair_with, peers_of
+from narrowcast.distributed.transport.lane import accepted
 
 P = ParamSpec("P")
 T = TypeVar("T")

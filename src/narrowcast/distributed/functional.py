@@ -38,9 +38,9 @@ from torch import Tensor
 from narrowcast.codecs import checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments, collectives
-from narrowcast.distributed.coder import derive_seed
 from narrowcast.distributed.collectives import SUM, AnyCodec
 from narrowcast.distributed.entry import collective
+from narrowcast.distributed.protocols.encoder import derive_seed
 from narrowcast.errors import CollectiveError, ShapeError
 
 _BACKWARD = 1

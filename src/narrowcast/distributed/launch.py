@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from narrowcast.codecs import Codec, checks
-from narrowcast.distributed.agreement import Call
-from narrowcast.distributed.coder import Coder, derive_seed
-from narrowcast.distributed.exchange import Exchange
-from narrowcast.distributed.lane import Job, Work
-from narrowcast.distributed.peers import Peers
+from narrowcast.distributed.protocols.encoder import Coder, derive_seed
+from narrowcast.distributed.protocols.exchange import Exchange
 from narrowcast.distributed.stats import Meter, span
-from narrowcast.distributed.wire import Wire
+from narrowcast.distributed.transport.agreement import Call
+from narrowcast.distributed.transport.group import Peers
+from narrowcast.distributed.transport.lane import Job, Work
+from narrowcast.distributed.transport.wire import Wire
 from narrowcast.errors import ShapeError
 
 
@@ -109,7 +109,7 @@ def perform(
 def start(peers: Peers, op: str, job: Job, tensors: Sequence[Tensor], async_op: bool) -> Work | None:
     """Give a job to the lane: queued, or done here and now."""
     if tensors[0].is_cuda:
-        from narrowcast.distributed.streams import StreamWork
+        from narrowcast.distributed.transport.streams import StreamWork
 
         work: Work = StreamWork(op, job, peers.stream, tensors)
         if peers.nccl:  # nothing in it waits on the host

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
-from narrowcast.distributed.agreement import Call
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.entry import message
-from narrowcast.distributed.exchange import Exchange
-from narrowcast.distributed.lane import Work
 from narrowcast.distributed.launch import Operands, launch
-from narrowcast.distributed.peers import pair_with
+from narrowcast.distributed.protocols.exchange import Exchange
+from narrowcast.distributed.transport.agreement import Call
+from narrowcast.distributed.transport.group import pair_with
+from narrowcast.distributed.transport.lane import Work
 from narrowcast.errors import ShapeError
 
 

@@ -25,13 +25,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from narrowcast.checkpoint.models import load, state_of
 from narrowcast.checkpoint.selection import module_name
+from narrowcast.codecs.payload import EncodedRows
 from narrowcast.errors import ExportError
 from narrowcast.kernels.layout import ROW, Element, layout
 from narrowcast.kernels.reference import scale_value, unpack
-from narrowcast.models import load, state_of
 from narrowcast.nn import Embedding, Linear
-from narrowcast.payload import EncodedRows
 from narrowcast.sensitivity.statistics import tiles
 
 try:

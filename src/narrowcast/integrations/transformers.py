@@ -24,15 +24,15 @@ from torch import Tensor, nn
 
 from narrowcast import codec as as_codec
 from narrowcast.codecs import Codec
+from narrowcast.codecs.payload import EncodedRows, Encoding, encode_rows
 from narrowcast.codecs.registry import codec_in_file
 from narrowcast.codecs.rules import CodecLike, compile_rules
 from narrowcast.errors import QuantizeError, SpecError, StateDictError
 from narrowcast.nn import adopt, dequantize_, encodings
-from narrowcast.nn.convert import finish, place
-from narrowcast.nn.encoded import Encoded, become, hold
 from narrowcast.nn.encodings import drop_codecs, stored_state
-from narrowcast.nn.slots import Weight, survey
-from narrowcast.payload import EncodedRows, Encoding, encode_rows
+from narrowcast.nn.modules.base import Encoded, become, hold
+from narrowcast.nn.quantize import finish, place
+from narrowcast.nn.survey import Weight, survey
 
 try:
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from narrowcast.errors import DtypeError, GradientError, ShapeError
-from narrowcast.kernels import ops
+from narrowcast.kernels import operators
 from narrowcast.kernels.declare import Operator, declare
 from narrowcast.kernels.derivatives import Rule, batched, differentiable, remember_tensors
 from narrowcast.kernels.layout import Grid
@@ -40,7 +40,7 @@ def fake_quantize(x: Tensor, scale: Tensor, grid: Grid, axis: int | None) -> Ten
     if not grid.uniform and grid.levels.shape[0] > MOST_LEVELS:
         raise ShapeError(f"grid: {len(grid.levels)} levels, and a table has at most {MOST_LEVELS}: codes have 8 bits.")
     scale = scale.float()
-    if ops.unwatched(x) and ops.unwatched(scale):
+    if operators.unwatched(x) and operators.unwatched(scale):
         if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad):
             return _StraightThrough.apply(x, scale, *grid, place)  # type: ignore[no-any-return, no-untyped-call]
         return forward(x, scale, *grid, place)
@@ -76,7 +76,7 @@ def forward(x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, unifor
     """y. Arguments are trusted; axis is -1 for one scale. No gradient: see `fake_quantize`."""
     out = torch.empty_like(x)
     if x.numel():
-        kernel, shape = ops.kernel_for(x.device.type), _slices(out, axis)
+        kernel, shape = operators.kernel_for(x.device.type), _slices(out, axis)
         kernel.fresh(out)
         kernel.fake_quantize(
             _seen(out, shape), _seen(_laid_out_as(x, out), shape), _flat(scale), Grid(levels, thresholds, uniform)
@@ -92,7 +92,7 @@ def backward(
     if not x.numel():
         dscale.zero_()
     else:
-        kernel, shape = ops.kernel_for(x.device.type), _slices(dx, axis)
+        kernel, shape = operators.kernel_for(x.device.type), _slices(dx, axis)
         kernel.fresh(dx)
         sources = _seen(_laid_out_as(grad, dx), shape), _seen(_laid_out_as(x, dx), shape)
         grid = Grid(levels, thresholds, uniform)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import DtypeError, ShapeError
-from narrowcast.kernels import ops
+from narrowcast.kernels import operators
 from narrowcast.kernels.declare import declare
 
 LONGEST = 2**17 - 1
@@ -28,7 +28,7 @@ def integer_linear(x: Tensor, weight: Tensor) -> Tensor:
     k = x.shape[1]
     if k != weight.shape[1] or k > LONGEST:
         raise _unfit(x, weight)
-    if ops.unwatched(x):
+    if operators.unwatched(x):
         return _multiply(x, weight)
     return torch.ops.narrowcast.integer_linear(x, weight)  # type: ignore[no-any-return]
 
@@ -57,7 +57,7 @@ def _multiply(x: Tensor, weight: Tensor) -> Tensor:
     if not x.shape[1]:
         return out.zero_()
     if out.numel():
-        ops.kernel_for(x.device.type).integer_linear(out, x, weight)
+        operators.kernel_for(x.device.type).integer_linear(out, x, weight)
     return out
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import ShapeError
-from narrowcast.kernels import ops
+from narrowcast.kernels import operators
 from narrowcast.kernels.declare import Operator, declare
 from narrowcast.kernels.derivatives import Rule, batched, differentiable, remember_tensors
 from narrowcast.kernels.layout import Format, Recipe
@@ -36,7 +36,7 @@ def linear(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tens
     if bias is not None and bias.shape != data.shape[:1]:
         bias = _for_all(bias, data.shape[0])
     wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    if not wanted and ops.unwatched(x) and not (bias is not None and bias.is_neg()):
+    if not wanted and operators.unwatched(x) and not (bias is not None and bias.is_neg()):
         return _linear(x, data, *recipe, bias)
     return torch.ops.narrowcast.linear(x, data, *recipe, bias)  # type: ignore[no-any-return]
 
@@ -62,7 +62,7 @@ def _linear(
     if bias is not None and bias.is_neg():
         bias = bias.resolve_neg()
     recipe = Recipe(format if isinstance(format, Format) else Format(*format), peak, table)
-    if not ops.kernel_for(x.device.type).linear(matrix, flat, data, recipe, bias):
+    if not operators.kernel_for(x.device.type).linear(matrix, flat, data, recipe, bias):
         _in_tiles(matrix, flat, data, recipe, bias)
     return out
 
@@ -91,7 +91,7 @@ def _tiles(data: Tensor, numel: int, dtype: torch.dtype, recipe: Recipe):  # typ
     for first in range(0, len(data), step):
         some = data[first : first + step]
         weight = torch.empty(len(some), numel, dtype=dtype, device=data.device)
-        ops.kernel_for(data.device.type).decode(weight, some, recipe)
+        operators.kernel_for(data.device.type).decode(weight, some, recipe)
         yield first, weight
 
 
@@ -167,10 +167,10 @@ def _tangents_backward(ctx: Any, of_grad: Tensor, *rest: None) -> Tensor:
 
 
 OPERATORS: list[Operator] = [
-    ("linear", f"(Tensor x, Tensor data, {ops.RECIPE}, Tensor? bias) -> Tensor", _linear, _linear_shape),
+    ("linear", f"(Tensor x, Tensor data, {operators.RECIPE}, Tensor? bias) -> Tensor", _linear, _linear_shape),
     (
         "linear_backward",
-        f"(Tensor grad, Tensor data, SymInt numel, {ops.RECIPE}) -> Tensor",
+        f"(Tensor grad, Tensor data, SymInt numel, {operators.RECIPE}) -> Tensor",
         _backward,
         _backward_shape,
     ),

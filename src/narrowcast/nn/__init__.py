@@ -4,23 +4,23 @@
 below are what a model then consists of; `encodings` and `adopt` carry it through files.
 """
 
-from narrowcast.nn.attention import MultiheadAttention
-from narrowcast.nn.calibrate import Calibration, calibrate_
-from narrowcast.nn.conv import Conv1d, Conv2d, Conv3d
-from narrowcast.nn.convert import dequantize_, quantize_
-from narrowcast.nn.embedding import Embedding
-from narrowcast.nn.encoded import Encoded
 from narrowcast.nn.encodings import adopt, encodings
-from narrowcast.nn.experts import ExpertRows
-from narrowcast.nn.fake_quantize import FakeQuantize
-from narrowcast.nn.linear import Linear
-from narrowcast.nn.observers import LeastSquares, MinMax, MovingAverage, Observer, Percentile
-from narrowcast.nn.pack import convert_
-from narrowcast.nn.prepare import parameter_groups, prepare_qat_
-from narrowcast.nn.qat import QatConv1d, QatConv2d, QatConv3d, QatEmbedding, QatLinear
-from narrowcast.nn.quantized_input import IntegerConv1d, IntegerConv2d, IntegerLinear
+from narrowcast.nn.modules.attention import MultiheadAttention
+from narrowcast.nn.modules.base import Encoded
+from narrowcast.nn.modules.conv import Conv1d, Conv2d, Conv3d
+from narrowcast.nn.modules.embedding import Embedding
+from narrowcast.nn.modules.experts import ExpertRows
+from narrowcast.nn.modules.linear import Linear
+from narrowcast.nn.qat.calibrate import Calibration, calibrate_
+from narrowcast.nn.qat.convert import convert_
+from narrowcast.nn.qat.fake_quantize import FakeQuantize
+from narrowcast.nn.qat.integer import IntegerConv1d, IntegerConv2d, IntegerLinear
+from narrowcast.nn.qat.layers import QatConv1d, QatConv2d, QatConv3d, QatEmbedding, QatLinear
+from narrowcast.nn.qat.observers import LeastSquares, MinMax, MovingAverage, Observer, Percentile
+from narrowcast.nn.qat.prepare import parameter_groups, prepare_qat_
+from narrowcast.nn.quantize import dequantize_, quantize_
 from narrowcast.nn.report import Entry, Report
-from narrowcast.nn.slots import Skip
+from narrowcast.nn.survey import Skip
 
 __all__ = [
     "Calibration",

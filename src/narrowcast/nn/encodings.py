@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast.codecs.payload import EncodedRows, Encoding
 from narrowcast.errors import StateDictError
-from narrowcast.nn.convert import as_module, finish, place
-from narrowcast.nn.encoded import Encoded
-from narrowcast.nn.extra_state import KEY, unpack
-from narrowcast.nn.slots import Survey, Weight, join, survey
-from narrowcast.payload import EncodedRows, Encoding
+from narrowcast.nn.modules.base import Encoded
+from narrowcast.nn.quantize import as_module, finish, place
+from narrowcast.nn.state import KEY, unpack
+from narrowcast.nn.survey import Survey, Weight, join, survey
 
 
 def encodings(model: nn.Module) -> dict[str, Encoding]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from narrowcast.nn.slots import Skip
+from narrowcast.nn.survey import Skip
 
 
 class Entry(NamedTuple):

@@ -1,4 +1,4 @@
-"""What stands for `narrowcast.kernels.nvrtc` where there is no GPU: CUDA kernels, compiled for the CPU and run there.
+"""What stands for `narrowcast.kernels.cuda.nvrtc` where there is no GPU: CUDA kernels, compiled for and run on the CPU.
 
 `function` has the contract of `nvrtc.function`. The files are compiled as they are, after `cuda.h`, which stands for
 CUDA, and with `instructions.h` in the place of `instructions.cuh`. Every launch runs twice, warps in order and in
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from narrowcast.kernels import nvrtc
+from narrowcast.kernels.cuda import nvrtc
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")

@@ -17,9 +17,9 @@ from narrowcast.codecs import Levels
 from narrowcast.compat.apot.apot_utils import WIDEST, float_to_apot, quant_dequant_util
 from narrowcast.compat.apot.observer import APoTObserver, sums
 from narrowcast.errors import ShapeError
-from narrowcast.nn.encoded import keep_dtype
-from narrowcast.nn.grids import codec_grid, write_rows
-from narrowcast.nn.linear import linear_on_rows
+from narrowcast.nn.modules.base import keep_dtype
+from narrowcast.nn.modules.linear import linear_on_rows
+from narrowcast.nn.qat.grids import codec_grid, write_rows
 
 
 class LinearAPoT(nn.Module):

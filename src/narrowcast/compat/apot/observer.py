@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.ao.quantization.observer import ObserverBase
 
 from narrowcast.errors import CalibrationError, GridError
-from narrowcast.nn.encoded import keep_dtype
+from narrowcast.nn.modules.base import keep_dtype
 
 LARGEST = 1 << 16
 """The most entries that a grid may have: one of 16 bits, or a signed one of 10 bits with k=2."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowcast.distributed import two_stage
-from narrowcast.distributed.coder import Coder, lossless
-from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.gradients.columns import PieceLayout, chunk_by_chunk
 from narrowcast.distributed.gradients.feedback import FeedbackStrip, Residuals, Step
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.telemetry import Probe
-from narrowcast.distributed.piece import Piece, Strip
+from narrowcast.distributed.protocols import two_stage
+from narrowcast.distributed.protocols.encoder import Coder, lossless
+from narrowcast.distributed.protocols.exchange import Exchange
+from narrowcast.distributed.protocols.pipeline import Piece, Strip
 
 
 @dataclass

@@ -20,10 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowcast.codecs import Codec, checks
-from narrowcast.distributed.agreement import Call
-from narrowcast.distributed.coder import derive_seed, lossless
 from narrowcast.distributed.collectives import AnyCodec
-from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.gradients import state as saved
 from narrowcast.distributed.gradients.columns import PieceLayout, worth_rows
 from narrowcast.distributed.gradients.feedback import Residuals
@@ -44,9 +41,12 @@ from narrowcast.distributed.gradients.options import (
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.telemetry import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log, norm
 from narrowcast.distributed.launch import perform
-from narrowcast.distributed.peers import Peers, peers_of
-from narrowcast.distributed.plan import Plan, choose_codec
+from narrowcast.distributed.planning.planner import Plan, choose_codec
+from narrowcast.distributed.protocols.encoder import derive_seed, lossless
+from narrowcast.distributed.protocols.exchange import Exchange
 from narrowcast.distributed.stats import span
+from narrowcast.distributed.transport.agreement import Call
+from narrowcast.distributed.transport.group import Peers, peers_of
 
 BUCKET = 25 * (1 << 20) // 4
 """Elements of a bucket, about, as DDP cuts them by default: what "auto" plans with."""

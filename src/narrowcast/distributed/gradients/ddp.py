@@ -17,16 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.codecs import Codec
 from narrowcast.distributed import arguments
-from narrowcast.distributed.agreement import Call
-from narrowcast.distributed.coder import lossless
 from narrowcast.distributed.gradients.buckets import Bucket
 from narrowcast.distributed.gradients.columns import Entry, PieceLayout, check_cover, lay_out
 from narrowcast.distributed.gradients.compression import GradientCompression, codec_for
 from narrowcast.distributed.gradients.options import numbers
 from narrowcast.distributed.gradients.telemetry import BucketStats
-from narrowcast.distributed.lane import Work
 from narrowcast.distributed.launch import start
-from narrowcast.distributed.peers import Peers, peers_of
+from narrowcast.distributed.protocols.encoder import lossless
+from narrowcast.distributed.transport.agreement import Call
+from narrowcast.distributed.transport.group import Peers, peers_of
+from narrowcast.distributed.transport.lane import Work
 from narrowcast.errors import CollectiveError, DtypeError, SpecError
 
 

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowcast.distributed.coder import Coder
 from narrowcast.distributed.gradients.columns import Chunk, PieceLayout, chunks
 from narrowcast.distributed.gradients.options import Mode
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.telemetry import Probe
-from narrowcast.distributed.piece import Strip
+from narrowcast.distributed.protocols.encoder import Coder
+from narrowcast.distributed.protocols.pipeline import Strip
 
 
 class FeedbackStrip(Strip):

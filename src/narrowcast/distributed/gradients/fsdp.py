@@ -26,10 +26,7 @@ from torch import Tensor, nn
 from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
-from narrowcast.distributed.agreement import Call
-from narrowcast.distributed.coder import lossless
 from narrowcast.distributed.collectives import AnyCodec
-from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.gradients.columns import PieceLayout
 from narrowcast.distributed.gradients.compression import GradientCompression, codec_for
 from narrowcast.distributed.gradients.feedback import Residuals
@@ -39,7 +36,10 @@ from narrowcast.distributed.gradients.outcome import Outcome, share
 from narrowcast.distributed.gradients.shards import Shard, gather_shards, lay_out_shards, reduce_shards
 from narrowcast.distributed.gradients.telemetry import BucketStats
 from narrowcast.distributed.launch import Operands, launch, start
-from narrowcast.distributed.peers import Peers, peers_of
+from narrowcast.distributed.protocols.encoder import lossless
+from narrowcast.distributed.protocols.exchange import Exchange
+from narrowcast.distributed.transport.agreement import Call
+from narrowcast.distributed.transport.group import Peers, peers_of
 from narrowcast.errors import DtypeError, ModelKindError, SpecError
 
 GATHERED = (torch.float32, torch.bfloat16, torch.float16)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from narrowcast.codecs import codec as as_codec
-from narrowcast.distributed import one_trip
-from narrowcast.distributed.agreement import Call
-from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.launch import perform, start
-from narrowcast.distributed.peers import Peers
+from narrowcast.distributed.protocols import one_way
+from narrowcast.distributed.protocols.exchange import Exchange
+from narrowcast.distributed.transport.agreement import Call
+from narrowcast.distributed.transport.group import Peers
 
 
 class Outcome:
@@ -85,7 +85,7 @@ def share(outcome: Outcome, peers: Peers, step: int) -> None:
 
     def protocol(exchange: Exchange) -> None:
         rows = mine.expand(exchange.size, 1, 4).contiguous()  # four floats are a whole row of 16 bytes
-        one_trip.all_gather(exchange, rows.unbind(), rows[exchange.rank])
+        one_way.all_gather(exchange, rows.unbind(), rows[exchange.rank])
         outcome.add(rows.sum())
 
     def job() -> list[Tensor]:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from narrowcast.codecs import Codec
-from narrowcast.distributed.coder import lossless
-from narrowcast.distributed.exchange import Exchange
 from narrowcast.distributed.gradients.columns import UNIT, PieceLayout, Pieces, chunk_by_chunk, chunks, elements_at_once
 from narrowcast.distributed.gradients.feedback import FeedbackStrip, Residuals
 from narrowcast.distributed.gradients.telemetry import Probe
-from narrowcast.distributed.piece import Parts
+from narrowcast.distributed.protocols.encoder import lossless
+from narrowcast.distributed.protocols.exchange import Exchange
+from narrowcast.distributed.protocols.pipeline import Parts
 
 
 @dataclass(frozen=True)

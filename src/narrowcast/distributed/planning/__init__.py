@@ -1,0 +1,1 @@
+"""Which codec pays on which link."""

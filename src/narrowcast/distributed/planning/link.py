@@ -1,0 +1,218 @@
+"""What lies between ranks, in a few numbers that all of them share.
+
+`measure_link` is a collective that takes about a second. It times what gradients would use, not the network below
+it, and all ranks send and receive at once while it does:
+
+- the two-stage reduction of a few elements, which is two trips: `latency_s` is one of them, headers, thread switches
+  and Python included;
+- a stream of rows between all ranks on the lane's own wire, long enough to fill it: `bandwidth_bytes_per_s`;
+- the same two for the rival, torch's own all_reduce of the group: `step_s` and `ring_bytes_per_s`. gloo and NCCL have
+  ways of their own to fill a link, so the one cannot be told from the other.
+
+A time is that of the slowest rank, in the best of a few rounds: what else a machine does can only add. `slowest` hands
+every rank the same float64 numbers, bit for bit: what is decided from them alone is decided alike on all ranks.
+
+`link_on_paper` stands in where there is nothing to measure yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from narrowcast.codecs import Codec
+from narrowcast.codecs import codec as as_codec
+from narrowcast.distributed import arguments
+from narrowcast.distributed.launch import Operands, launch
+from narrowcast.distributed.protocols import two_stage
+from narrowcast.distributed.protocols.exchange import Exchange
+from narrowcast.distributed.transport.agreement import Call
+from narrowcast.distributed.transport.group import Peers, peers_of
+from narrowcast.errors import CollectiveError
+
+ROUNDS = 3
+"""Of every time, so many are taken."""
+
+STREAM_S = 0.15
+"""A stream of rows takes about so long. In 50 ms TCP has not found its share of the link yet: 4 ranks at 100 Mbit/s got
+67 to 84% of it where they had 88% in 0.2 s."""
+
+FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 27
+"""What a rank sends in the first stream, and at most. The first takes 21 ms at 100 Mbit/s."""
+
+PAYLOAD = 0.95
+"""The share of a link's bits that is left for rows: 1,448 bytes of every frame of 1,514 to 1,538."""
+
+MESSAGE_S = {"cpu": 130e-6, "cuda": 5e-6}
+"""What a row to a peer and one from it take the lane's thread, and about what a step takes gloo's: half of what the
+processor time of a small all_reduce grew by with every rank, from 4 to 16 (a Xeon). NCCL: assumed."""
+
+FEW = 64
+"""Elements for each rank of a tensor whose bytes cost nothing."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A rank's connection to all others, which it uses both ways at once. Seconds, and bytes a second."""
+
+    latency_s: float
+    """One trip: a small row to each of the others, and one from each."""
+    bandwidth_bytes_per_s: float
+    """Of large rows, to all others together."""
+    message_s: float = 0.0
+    """What each row of a trip takes the host, on top of `latency_s`: on paper; a measured latency holds it already."""
+    step_s: float | None = None
+    """One of the 2(N-1) steps of the ring; None: as a trip with one row."""
+    ring_bytes_per_s: float | None = None
+    """Of the ring; None: as `bandwidth_bytes_per_s`."""
+    overlap: float = 1.0
+    """How much of encoding and decoding happens while rows are on their way, where there are pieces enough."""
+    drag: float = 1.0
+    """How many times longer a reduction takes than its coding and its wire together, where these get in each other's
+    way: on a link that is as fast as memory, both want the same cores and caches."""
+
+    def ring_s(self, nbytes: int, ranks: int) -> float:
+        """The time of torch's own all_reduce of so many bytes, if it is a ring."""
+        step = self.latency_s + self.message_s if self.step_s is None else self.step_s
+        share = 2 * (ranks - 1) / ranks
+        return 2 * (ranks - 1) * step + share * nbytes / (self.ring_bytes_per_s or self.bandwidth_bytes_per_s)
+
+
+def link_on_paper(bits_per_s: float, latency_s: float = 50e-6, device: torch.device | str = "cpu") -> Link:
+    """A link of so many bits a second each way: what the network needs, and what gloo (cpu) or NCCL (cuda) adds."""
+    each = MESSAGE_S["cuda" if torch.device(device).type == "cuda" else "cpu"]
+    return Link(latency_s, bits_per_s / 8 * PAYLOAD, message_s=each)
+
+
+def measure_link(
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    dtype: torch.dtype = torch.float32,
+    purpose: str = "collectives",
+) -> Link:
+    """Measure the link between the ranks of `group`, for tensors on `device`; every rank gets the same numbers.
+
+    `dtype` is what the rival's all_reduce sends, `purpose` says whose lane and wire are used. All ranks of the group
+    must call it, as for any collective.
+    """
+    where = torch.device(device)
+    found = members(group, "measure_link")
+    peers = peers_of(found, where, purpose)
+    few = torch.zeros(FEW * peers.size, dtype=torch.float32, device=where)
+    trips = timed(peers, lambda: average(peers, few, as_codec("raw")), rounds=5, warm_up=True)
+    rate = _row_rate(peers)
+    hops = 2 * (peers.size - 1)
+    step = timed(peers, lambda: dist.all_reduce(few, group=found), rounds=5, warm_up=True) / hops
+    nbytes = min(int(rate * STREAM_S / 2), MOST_BYTES)
+    plain = torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=where)
+    ring = timed(peers, lambda: dist.all_reduce(plain, group=found))
+    through = max(ring - hops * step, ring / 2)  # the steps of a large ring overlap: they are no more than half of it
+    return Link(trips / 2, rate, step_s=step, ring_bytes_per_s=hops / peers.size * plain.nbytes / through)
+
+
+def members(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
+    """The group meant, of two ranks or more, with this one among them."""
+    found = arguments.group_of(group, what)
+    if found is None:
+        raise CollectiveError(f"{what}: this rank is not in the group. Call it on the ranks of the group alone.")
+    if found.size() < 2:
+        raise CollectiveError(f"{what}: a group of one rank has no link. It takes two ranks or more to measure one.")
+    return found
+
+
+def slowest(peers: Peers, values: Sequence[float], about: str = "") -> list[float]:
+    """The largest that any rank gave of each of `values`: the same bits on every rank. A collective.
+
+    What the values are `about` must be the same on all ranks.
+    """
+    mine = torch.tensor(values, dtype=torch.float64, device="cpu").view(torch.uint8).to(peers.device)
+    rows = torch.empty(peers.size, mine.numel(), dtype=torch.uint8, device=peers.device)
+    rows[peers.rank] = mine
+
+    def protocol(exchange: Exchange) -> None:
+        exchange.agree()
+        exchange.share(list(rows))
+
+    _launch(peers, as_codec("raw"), f"values={len(values)}{about}", protocol, rows)
+    largest: list[float] = rows.cpu().view(torch.float64).amax(0).tolist()
+    return largest
+
+
+def timed(peers: Peers, run: Callable[[], object], *, rounds: int = ROUNDS, warm_up: bool = False) -> float:
+    """The slowest rank's seconds of a collective, in the best round. Before each round, ranks meet."""
+    times = []
+    for turn in range(rounds + warm_up):
+        slowest(peers, [0.0])  # ranks that start together, to within a trip
+        start = time.perf_counter()
+        run()
+        finish(peers.device)
+        if turn >= warm_up:
+            times.append(time.perf_counter() - start)
+    return min(slowest(peers, times))
+
+
+def average(peers: Peers, flat: Tensor, codec: Codec) -> None:
+    """The two-stage reduction of `flat` [numel], on the wire that is measured."""
+
+    def protocol(exchange: Exchange) -> None:
+        two_stage.all_reduce(exchange, flat, exchange.size)
+
+    _launch(peers, codec, f"numel={flat.numel()}", protocol, flat)
+
+
+def finish(device: torch.device) -> None:
+    """Wait until a device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _row_rate(peers: Peers) -> float:
+    """Bytes a second of rows from each rank to all others."""
+    nbytes, rates = FIRST_BYTES, list[float]()
+    while len(rates) < ROUNDS:
+        row = max(1, min(two_stage.ROW, nbytes // (peers.size - 1)))
+        count = max(1, nbytes // (row * (peers.size - 1)))
+        sent = count * row * (peers.size - 1)
+        seconds = slowest(peers, [_stream_s(peers, row, count)])[0]
+        if seconds >= STREAM_S / 2 or nbytes >= MOST_BYTES:
+            rates.append(sent / seconds)
+        else:
+            nbytes = min(int(nbytes * min(16.0, STREAM_S / seconds)) + 1, MOST_BYTES)
+    return max(rates)
+
+
+def _stream_s(peers: Peers, nbytes: int, count: int) -> float:
+    """Seconds for `count` rows of `nbytes` to each of the others, and as many from each."""
+    row = torch.zeros(nbytes, dtype=torch.uint8, device=peers.device)
+    inbox = torch.empty(2, peers.size, nbytes, dtype=torch.uint8, device=peers.device)
+    seconds = 0.0
+
+    def protocol(exchange: Exchange) -> None:
+        nonlocal seconds
+        exchange.agree()
+        start = time.perf_counter()
+        coming = [exchange.wire.expect(list(rows)) for rows in inbox[:count]]
+        for i in range(count):
+            for peer in exchange.targets:
+                exchange.send(row, peer)
+            for _ in coming[i]():
+                pass
+            if i + 2 < count:
+                coming.append(exchange.wire.expect(list(inbox[i % 2])))
+        exchange.wire.flush()
+        finish(peers.device)
+        seconds = time.perf_counter() - start
+
+    _launch(peers, as_codec("raw"), f"row={nbytes}, count={count}", protocol, inbox)
+    return seconds
+
+
+def _launch(peers: Peers, codec: Codec, words: str, protocol: Callable[[Exchange], None], written: Tensor) -> None:
+    call = Call("measure_link", codec, words)
+    launch(peers, call, protocol, Operands(written), plain_bytes=0, async_op=False, seed=0)

@@ -1,0 +1,313 @@
+"""Which codec gradients should travel in: what each one would take, and the choice.
+
+`predict` says how long a step's reductions take, one after the other, from the sizes of its buckets, the link and the
+codec's speed. Nothing else enters: not what the backward pass hides of it, nor what it takes from the processor.
+
+- Uncompressed ("none"), the ring: each rank sends 2(N-1)/N of the bytes in 2(N-1) steps.
+- In a codec, the two-stage reduction: the bytes of its rows and headers; two trips where rows travel with the header,
+  else three; and coding. A bucket in P pieces hides coding behind the wire, or the wire behind coding, but for the
+  first and the last piece: the longer of the two, and of the shorter 1/P, or more where the link's `overlap` is less
+  than 1 (ranks that share cores with the wire). `plan` has one real reduction to tell it how much more.
+
+`choose` takes the most precise codec that is within a margin of the fastest. Nothing is as precise as none, so none it
+is wherever that is within the margin, and what is chosen is never predicted to be slower than none. Precise means
+little noise on normal numbers (`CodecSpeed.noise`).
+
+Candidates by default are those that should leave a model as good as it would be without: bf16 and int8; with error
+feedback int6 and int4, too. bench/training.py is where that is seen. int2 and sign are faster on a slow link, always,
+and cost accuracy or a warm-up: that is not for a stopwatch to decide. Name them in `candidates` to have them
+considered. A cast that takes as many bits as the gradients do is left out.
+
+A plan that is made in a group is a collective, and the same on every rank: it is worked out from numbers that are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from narrowcast.codecs import Codec
+from narrowcast.codecs import codec as as_codec
+from narrowcast.distributed import arguments
+from narrowcast.distributed.gradients import columns
+from narrowcast.distributed.gradients.options import Mode, mode_of
+from narrowcast.distributed.planning.codec_speed import CodecSpeed, measure_codecs
+from narrowcast.distributed.planning.link import STREAM_S, Link, average, measure_link, members, slowest, timed
+from narrowcast.distributed.protocols import two_stage
+from narrowcast.distributed.transport.agreement import header_bytes
+from narrowcast.distributed.transport.group import Peers, peers_of
+from narrowcast.distributed.transport.wire import EAGER
+from narrowcast.errors import SpecError
+
+NONE = "none"
+MARGIN = 0.1
+LOSSLESS_ENOUGH = ("bf16", "int8")
+WITH_FEEDBACK = ("int6", "int4")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one codec would take of each rank, a step."""
+
+    codec: str
+    """Its spec, or "none"."""
+    seconds: float
+    wire_seconds: float
+    coding_seconds: float
+    bytes: int
+    """Sent by a rank, headers included."""
+    noise: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choice, and what it was made from. `str()` gives the table."""
+
+    chosen: str
+    reason: str
+    predictions: tuple[Prediction, ...]
+    link: Link
+    ranks: int
+    buckets: tuple[int, ...]
+    dtype: torch.dtype
+    margin: float
+
+    @property
+    def codec(self) -> Codec | None:
+        return None if self.chosen == NONE else as_codec(self.chosen)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; buckets as pairs of a size and how many have it."""
+        found = dataclasses.asdict(self)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {**found, "buckets": [list(pair) for pair in Counter(self.buckets).items()], "dtype": dtype}
+
+    def __str__(self) -> str:
+        head = f"{'codec':<12}{'MB sent':>12}{'wire s':>10}{'coding s':>10}{'total s':>10}{'x none':>8}"
+        plain = next(p.seconds for p in self.predictions if p.codec == NONE)
+        lines = [
+            f"{p.codec:<12}{p.bytes / 1e6:>12.4g}{p.wire_seconds:>10.3g}{p.coding_seconds:>10.3g}{p.seconds:>10.3g}"
+            f"{plain / p.seconds:>8.2f}{'  <' if p.codec == self.chosen else ''}"
+            for p in self.predictions
+        ]
+        return "\n".join([head, *lines, self.reason])
+
+
+# -- predicting -------------------------------------------------------------------------------------------------------
+
+
+def predict_plain(buckets: Sequence[int], ranks: int, link: Link, dtype: torch.dtype = torch.float32) -> Prediction:
+    """What torch's own all_reduce of `buckets` (numbers of elements) would take."""
+    seconds, sent = 0.0, 0
+    for numel, count in Counter(buckets).items():
+        size = numel * dtype.itemsize
+        seconds += count * link.ring_s(size, ranks)
+        sent += count * (2 * (ranks - 1) * size // ranks)
+    return Prediction(NONE, seconds, seconds, 0.0, sent)
+
+
+def predict(
+    buckets: Sequence[int],
+    ranks: int,
+    link: Link,
+    codec: Codec,
+    speed: CodecSpeed,
+    *,
+    gradients: bool = False,
+    error_feedback: Mode | None = None,
+    eager: int = EAGER,
+) -> Prediction:
+    """What the two-stage reduction of `buckets` (numbers of elements) in `codec` would take.
+
+    By default that is `all_reduce`. With `gradients` it is what `compress_gradients` does, with `error_feedback` as
+    given there. `eager` is what rides along with a header, 0 on NCCL, where there is no header and a tensor is one
+    piece.
+    """
+    coding_each = _coding_s(ranks, speed)
+    if gradients:
+        coding_each += _gradients_s(ranks, speed, mode_of(error_feedback, codec, None))
+    total = wire = coding = 0.0
+    sent = 0
+    for numel, count in Counter(buckets).items():
+        nbytes, pieces, trips = _traffic(numel, ranks, codec, eager, gradients)
+        on_wire = trips * link.latency_s + nbytes / link.bandwidth_bytes_per_s
+        on_wire += (trips - 2 + 2 * pieces) * (ranks - 1) * link.message_s
+        at_work = numel * coding_each
+        hidden = link.overlap * (1 - 1 / pieces)
+        total += count * link.drag * (max(on_wire, at_work) + min(on_wire, at_work) * (1 - hidden))
+        wire, coding, sent = wire + count * on_wire, coding + count * at_work, sent + count * nbytes
+    return Prediction(codec.spec, total, wire, coding, sent, speed.noise)
+
+
+def _traffic(numel: int, ranks: int, codec: Codec, eager: int, gradients: bool) -> tuple[int, int, int]:
+    """Bytes that a rank sends, pieces, and trips that nothing hides."""
+    if gradients:
+        pieces = columns.lay_out([columns.Entry("", 0, numel, False)], ranks, at_once=not eager)
+        parts = [piece.columns for piece in pieces]
+    else:
+        parts = [two_stage.split(size, ranks)[0] for size in two_stage.cut(numel, ranks, codec, eager)]
+    rows = [codec.row_bytes(part) for part in parts]
+    header = header_bytes(ranks) if eager else 0
+    along = not eager or (not gradients and len(rows) == 1 and rows[0] <= eager)
+    return (ranks - 1) * (2 * sum(rows) + header), len(rows), 2 if along else 3
+
+
+def _coding_s(ranks: int, speed: CodecSpeed) -> float:
+    """Seconds of coding for each element of a bucket.
+
+    Parts of the others are encoded, rows of this rank's part added up (as many elements in all as the bucket has), and
+    every part's sum decoded.
+    """
+    return (1 - 1 / ranks) * speed.encode_s + speed.sum_s + speed.decode_s
+
+
+def _gradients_s(ranks: int, speed: CodecSpeed, feedback: Mode) -> float:
+    """Seconds more for each gradient: put side by side and back, and what feedback does at either quantization."""
+    own = 1 / ranks
+    seconds = 2 * speed.add_s
+    if feedback is not False:
+        seconds += own * 4 * speed.add_s
+    if feedback is True:
+        seconds += (1 - own) * (speed.decode_s + 2 * speed.add_s)
+    return seconds
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def choose(predictions: Sequence[Prediction], margin: float = MARGIN) -> tuple[Prediction, str]:
+    """The most precise of those that take at most 1 + `margin` times as long as the fastest; and why, in a sentence."""
+    if not predictions:
+        raise SpecError("predictions: there is none to choose from. Predict at least one codec, or none's own.")
+    if not 0 <= margin < 10:
+        raise SpecError(f"margin={margin}: a share of the fastest time, zero or more. Write 0.1 for 10%.")
+    fastest = min(predictions, key=lambda p: p.seconds)
+    close = [p for p in predictions if p.seconds <= (1 + margin) * fastest.seconds]
+    best = min(close, key=lambda p: (p.noise, p.codec != NONE, p.seconds))
+    if best.codec == NONE and best.seconds <= fastest.seconds:
+        return best, "none: no codec is faster."
+    if best is fastest:
+        return best, f"{best.codec}: the fastest, and nothing more precise is within {margin:.0%} of it."
+    slower = best.seconds / fastest.seconds - 1
+    return best, (
+        f"{best.codec}: {slower:.1%} slower than the fastest ({fastest.codec}), which is within {margin:.0%}, "
+        f"and {'without loss' if best.codec == NONE else 'the most precise that is'}."
+    )
+
+
+def candidates_for(dtype: torch.dtype, error_feedback: Mode | None = None) -> tuple[str, ...]:
+    """The codecs that are considered for gradients of a dtype, besides none."""
+    casts = tuple(name for name in LOSSLESS_ENOUGH if as_codec(name).bits < 8 * dtype.itemsize)
+    return casts if error_feedback is False else casts + WITH_FEEDBACK
+
+
+def decide(
+    buckets: Sequence[int],
+    ranks: int,
+    link: Link,
+    speeds: dict[str, CodecSpeed],
+    *,
+    dtype: torch.dtype = torch.float32,
+    gradients: bool = True,
+    error_feedback: Mode | None = None,
+    margin: float = MARGIN,
+    eager: int = EAGER,
+) -> Plan:
+    """The plan for `buckets` (numbers of elements) on a link, with codecs of these speeds. Nothing is measured."""
+    if not buckets or min(buckets) < 1:
+        raise SpecError(
+            f"buckets={list(buckets)[:8]}: numbers of elements, at least one. buckets_of(params) gives some."
+        )
+    if ranks < 2:
+        raise SpecError(f"ranks={ranks}: gradients travel between two ranks or more.")
+    options: dict[str, Any] = {"gradients": gradients, "error_feedback": error_feedback, "eager": eager}
+    found = [predict_plain(buckets, ranks, link, dtype)]
+    found += [predict(buckets, ranks, link, as_codec(spec), speed, **options) for spec, speed in speeds.items()]
+    best, reason = choose(found, margin)
+    return Plan(best.codec, reason, tuple(found), link, ranks, tuple(buckets), dtype, margin)
+
+
+def buckets_of(params: int, dtype: torch.dtype = torch.float32, megabytes: float = 25.0) -> list[int]:
+    """The numbers of elements of the buckets that DDP makes of so many parameters, its small first one aside."""
+    each = max(1, int(megabytes * 2**20) // dtype.itemsize)
+    return [each] * (params // each) + ([params % each] if params % each else [])
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def plan(
+    buckets: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    dtype: torch.dtype = torch.float32,
+    gradients: bool = True,
+    error_feedback: Mode | None = None,
+    candidates: Sequence[str | Codec] | None = None,
+    margin: float = MARGIN,
+) -> Plan:
+    """Measure the group's link and the candidates' speed, and choose. A collective, of two or three seconds."""
+    where = torch.device(device)
+    found = members(group, "plan")
+    purpose = "gradients" if gradients else "collectives"
+    peers = peers_of(found, where, purpose)
+    given = candidates_for(dtype, error_feedback) if candidates is None else candidates
+    codecs = [as_codec(each) for each in given if each != NONE]
+    ranks = peers.size
+    wanted = ",".join(codec.spec for codec in codecs)
+    about = f", codecs={wanted}, margin={margin}, error_feedback={error_feedback}, dtype={dtype}, buckets={[*buckets]}"
+    slowest(peers, [0.0], about)  # all ranks ask for the same plan
+    link = measure_link(found, where, dtype=dtype, purpose=purpose)
+    probe = codecs[-1] if codecs else as_codec("int8")
+    speeds = measure_codecs(dict.fromkeys([*codecs, probe]), where, ranks=ranks, peers=peers)
+    eager = 0 if peers.nccl else EAGER
+    link = _calibrated(link, peers, probe, speeds[probe.spec], max(buckets, default=1), eager)
+    speeds = {codec.spec: speeds[codec.spec] for codec in codecs}
+    options: dict[str, Any] = {"dtype": dtype, "gradients": gradients, "error_feedback": error_feedback}
+    return decide(buckets, ranks, link, speeds, margin=margin, eager=eager, **options)
+
+
+def choose_codec(
+    buckets: Sequence[int],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    error_feedback: Mode | None,
+) -> tuple[Codec | None, Plan | None]:
+    """What `codec="auto"` means for a model whose buckets have so many elements: the codec, or None for none.
+
+    Without other ranks nothing travels, and there is no plan.
+    """
+    found = arguments.group_of(group, "compress_gradients")
+    if found is None or found.size() < 2:
+        return None, None
+    made = plan(buckets, found, device, dtype=dtype, error_feedback=error_feedback)
+    return made.codec, made
+
+
+def _calibrated(link: Link, peers: Peers, codec: Codec, speed: CodecSpeed, largest: int, eager: int) -> Link:
+    """The link, with its overlap and drag: found by a real reduction, where its time would tell."""
+
+    def predicted(numel: int, overlap: float) -> float:
+        there = dataclasses.replace(link, overlap=overlap)
+        return predict([numel], peers.size, there, codec, speed, eager=eager).seconds
+
+    numel = largest
+    while numel > 1 and predicted(numel, 0.0) > STREAM_S:
+        numel //= 2
+    most, least = predicted(numel, 0.0), predicted(numel, 1.0)
+    if most <= 1.02 * least:  # one piece, or a wire that is far slower than coding: it makes no difference
+        return link
+    x = torch.randn(numel, dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(0)).to(
+        peers.device
+    )
+    took = timed(peers, lambda: average(peers, x, codec), rounds=5, warm_up=True)
+    overlap = min(max((most - took) / (most - least), 0.0), 1.0)
+    return dataclasses.replace(link, overlap=overlap, drag=max(took / most, 1.0))

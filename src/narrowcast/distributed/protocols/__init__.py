@@ -1,0 +1,1 @@
+"""What is sent to whom, and when."""

@@ -1,0 +1,1 @@
+"""How rows move between ranks: the Wire contract and what implements it."""

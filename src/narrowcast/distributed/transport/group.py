@@ -1,0 +1,235 @@
+"""The ranks of a process group, as narrowcast meets them: calls in one order, in a lane, over a wire of their own.
+
+The wire runs on private connections (connections.py), so the caller's collectives and narrowcast's never race. Every
+purpose (collectives, gradients, a mesh) has connections of its own, and so its own order of calls. Messages between two
+ranks have one order for each tag, and share the connections of their direction; NCCL, which knows no tags, takes those
+of all tags in one order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from narrowcast.distributed.transport.buffers import Arena
+from narrowcast.distributed.transport.connections import Connections
+from narrowcast.distributed.transport.failures import Failure
+from narrowcast.distributed.transport.lane import Lane, Work, accepted
+from narrowcast.distributed.transport.message import WireError
+from narrowcast.distributed.transport.wire import HostWire, Wire
+from narrowcast.errors import MismatchError
+
+T = TypeVar("T")
+
+RECENT_TAGS = 8
+"""So many orders of messages keep their wire and buffers while nothing is on its way in them."""
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Peers | Pair]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+class Peers:
+    """What this process shares with the other ranks of a group, for calls in one order."""
+
+    def __init__(self, connections: Connections, tag: int | None = None) -> None:
+        self.connections = connections
+        self.name = connections.name
+        self.device = connections.device
+        self.nccl = connections.nccl
+        self.rank = connections.rank
+        self.ranks = connections.ranks
+        self.lane = Lane(f"narrowcast {self.name}")
+        self.arena = Arena()
+        self._shared, self._tag = tag is not None, tag or 0
+        self._wire: Wire | None = None
+        self._generation = 0
+        connections.used_by(self)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """The side stream of the lane, for CUDA tensors."""
+        return torch.cuda.Stream(self.device)
+
+    def perform(self, op: str, protocol: Callable[[Wire, int], T]) -> T:
+        """Run `protocol(wire, number of the call)`, and turn what goes wrong into an error that says so on every
+        rank."""
+        number = self._next_number()
+        cause: BaseException | None = None
+        while True:
+            self.connections.check(op, self._tag, number, cause)
+            try:
+                return protocol(self._connected(), number)
+            except MismatchError:
+                raise  # every rank came to it, and every message was read: the wire is as good as before
+            except WireError as error:
+                cause, agreed = error, self._wire is not None and self._wire.agreed
+                here, there = self.ranks[self.rank], self.ranks[error.peer]
+                self._fail(Failure(error.kind, there, here, number, op, str(error), self._tag))
+                self.connections.check(op, self._tag, number, cause)
+                if agreed and self._shared:
+                    raise self.connections.failed_elsewhere(op, cause) from cause
+            except BaseException as error:
+                self._fail(Failure.of(error, self.ranks[self.rank], number, op, self._tag))
+                raise
+
+    @contextlib.contextmanager
+    def refusing(self, op: str) -> Iterator[None]:
+        """What raises in here before the lane took a job is a call that this rank refuses."""
+        before = accepted()
+        try:
+            yield
+        except BaseException as error:
+            if accepted() == before:
+                self.refuse(op, error)
+            raise
+
+    def refuse(self, op: str, error: BaseException) -> None:
+        """Take part in a call by failing it: this rank cannot make it, and the others are to know why.
+
+        It is counted like any other. It waits for nobody: where the lane is busy, its turn comes later.
+        """
+        if self.size == 1:
+            return
+
+        def job() -> list[torch.Tensor]:
+            self.give_up(op, error)
+            return []
+
+        self.lane.run_or_queue(Work(op, job))
+
+    def give_up(self, op: str, error: BaseException) -> None:
+        """`refuse`, here and now, from a job of the lane."""
+        number = self._next_number()
+        self._forget_old_wire()
+        self._fail(Failure.of(error, self.ranks[self.rank], number, op, self._tag))
+
+    def close(self, reason: str, last_words: bytes) -> None:
+        """Let go of the thread, the wire and the buffers."""
+        wire, self._wire = self._wire, None
+        if wire is not None and self.lane.busy:
+            wire.close(last_words)
+        self.lane.close(reason)
+        if wire is not None:
+            wire.retire()
+        self.arena.clear()
+
+    def _next_number(self) -> int:
+        calls = self.connections.calls
+        calls[self._tag] = calls.get(self._tag, 0) + 1
+        return calls[self._tag]
+
+    def _connected(self) -> Wire:
+        """The wire, made anew where there is none on the connections of now."""
+        self._forget_old_wire()
+        if self._wire is None:
+            gloo = self.connections.connected(self._generation)
+            self._wire = self._on_device(HostWire(gloo, self._tag if self._shared else None))
+        return self._wire
+
+    def _forget_old_wire(self) -> None:
+        if self._generation != self.connections.generation:
+            self._wire, self._generation = None, self.connections.generation
+
+    def _on_device(self, host: HostWire) -> Wire:
+        if self.device.type != "cuda":
+            return host
+        from narrowcast.distributed.transport.device_wire import NcclWire, StagedWire
+
+        if self.nccl:
+            return NcclWire(host, self.connections.page(self._generation))
+        return StagedWire(host, self.device)
+
+    def _fail(self, failure: Failure) -> None:
+        wire, self._wire = self._wire, None
+        self.connections.fail(self._generation, wire, failure)
+        if wire is not None:
+            wire.retire()
+
+
+class Pair:
+    """Messages from one rank to another, with any number of tags."""
+
+    def __init__(self, connections: Connections) -> None:
+        self.connections = connections
+        self._alive: weakref.WeakValueDictionary[int, Peers] = weakref.WeakValueDictionary()
+        self._recent: OrderedDict[int, Peers] = OrderedDict()
+
+    def order_of(self, tag: int) -> Peers:
+        """Those messages that have this tag; over NCCL, all of them."""
+        key = 0 if self.connections.nccl else tag
+        with _lock:
+            order = self._alive.get(key)
+            if order is None:
+                order = self._alive[key] = Peers(self.connections, None if self.connections.nccl else tag)
+            self._recent[key] = order
+            self._recent.move_to_end(key)
+            if len(self._recent) > RECENT_TAGS:
+                self._recent.popitem(last=False)
+            return order
+
+
+def peers_of(group: dist.ProcessGroup, device: torch.device, purpose: object = "collectives") -> Peers:
+    """The peers in `group`, for tensors on `device`. Each purpose has its own wire, and so its own order of calls."""
+    with _lock:
+        of_group = _made.setdefault(group, {})
+        key = (purpose, device.type)
+        if key not in of_group:
+            ranks = dist.get_process_group_ranks(group)
+            of_group[key] = Peers(_connections(group, device, str(purpose), group.rank(), ranks))
+        return of_group[key]  # type: ignore[return-value]
+
+
+def pair_with(group: dist.ProcessGroup, device: torch.device, source: int, target: int, tag: int) -> Peers:
+    """The two ranks (by their numbers in the group) of messages from `source` to `target` with this tag."""
+    with _lock:
+        of_group = _made.setdefault(group, {})
+        key = (source, target, device.type)
+        if key not in of_group:
+            everyone = dist.get_process_group_ranks(group)
+            low, high = sorted((source, target))
+            ranks, mine = [everyone[low], everyone[high]], int(group.rank() == high)
+            of_group[key] = Pair(_connections(group, device, f"{source} to {target}", mine, ranks))
+        pair = of_group[key]
+    assert isinstance(pair, Pair)
+    return pair.order_of(tag)
+
+
+def last_device(group: dist.ProcessGroup) -> torch.device:
+    """The device of the collectives of a group so far; of a new one, that of its backend."""
+    with _lock:
+        for made in reversed(_made.get(group, {}).values()):
+            if isinstance(made, Peers):
+                return made.device
+    return torch.device("cuda" if "cuda" in map(str, group._device_types) else "cpu")
+
+
+def _connections(
+    group: dist.ProcessGroup, device: torch.device, purpose: str, rank: int, ranks: list[int]
+) -> Connections:
+    return Connections(f"{group.group_name} {purpose} {device.type}", group, device, rank, ranks)
+
+
+def _forget_in_child() -> None:
+    """Leave all that a parent has as it is: the threads that would have to close it do not exist in a forked child."""
+    global _made, _lock
+    for group in list(_made):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_made))
+    _made, _lock = weakref.WeakKeyDictionary(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

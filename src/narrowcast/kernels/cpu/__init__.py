@@ -1,0 +1,1 @@
+"""The compiled core for CPUs, and its binding."""

@@ -1,0 +1,1 @@
+"""CUDA kernels compiled at run time, for the formats that matter most."""

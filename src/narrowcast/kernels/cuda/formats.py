@@ -1,0 +1,70 @@
+"""What the kernels of cuda/ are told of a format: what its codes are, and the halves that they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from narrowcast.kernels import reference
+from narrowcast.kernels.layout import Element, Format, Recipe, Scale
+
+CUDA = Path(__file__).parent
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""`X` and `BIAS` of cuda/."""
+
+INT8, INT4, BYTES, PAIRS = range(4)
+"""`CODES` of cuda/."""
+
+TABLE = 32 << 10
+"""Shared memory that a table of BYTES or PAIRS takes."""
+
+
+def sources(name: str) -> tuple[Path, ...]:
+    """The files that make up a kernel, in order."""
+    codes = (CUDA / "pairs.cuh",) if name in ("tile", "slices") else ()
+    return CUDA / "instructions.cuh", CUDA / "numbers.cuh", *codes, CUDA / f"{name}.cu"
+
+
+def codes_of(format: Format) -> int | None:
+    """`CODES`, or None where cuda/ knows no such codes."""
+    if format.element == Element.INT:
+        return {8: INT8, 4: INT4}.get(format.bits)
+    if format.element in (Element.LEVELS, Element.E4M3, Element.E5M2):
+        return {8: BYTES, 4: PAIRS}.get(format.bits)
+    return None
+
+
+_tables: dict[object, tuple[Tensor | None, Tensor | None]] = {}
+"""What a codec's table became, and the table: it keeps the memory whose address is part of the key."""
+
+
+def levels_of(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """What each byte of codes stands for, in two halves of 32 bits; None where halves cannot hold it."""
+    format, table = recipe.format, recipe.table
+    if format.element == Element.INT:
+        return None
+    key = (format.element, format.bits, dtype, device, None if table is None else table.data_ptr())
+    if key not in _tables:
+        _tables[key] = _make_levels(recipe, dtype, device), table
+    return _tables[key][0]
+
+
+def _make_levels(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    byte = torch.arange(256, dtype=torch.int64, device=device)
+    if recipe.table is None:
+        plain = Recipe(Format(recipe.format.element, 8, 0, Scale.NONE), 1.0, None)
+        rows = byte.to(torch.uint8)[None].expand(16, -1)[:1].contiguous()
+        exact = low = high = reference.decode(rows, 256, plain, torch.float32)[0]
+    elif recipe.format.bits == 8:
+        exact = low = high = recipe.table[0].to(device)
+    else:
+        exact = recipe.table[0].to(device)
+        low, high = exact[byte & 15], exact[byte >> 4]
+    rounded = exact.to(dtype).float()
+    off = (rounded - exact).abs() > exact.abs() * 2.0**-8
+    if bool((off & exact.isfinite()).any()) or bool((rounded.isinf() & exact.isfinite()).any()):
+        return None
+    bits = [half.to(dtype).view(torch.int16).int() & 0xFFFF for half in (low, high)]
+    return (bits[0] | (bits[1] << 16)).contiguous()

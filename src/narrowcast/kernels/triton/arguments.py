@@ -1,0 +1,157 @@
+"""Triton: the arguments of kernels, by name, in groups that several kernels share."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowcast.kernels.layout import SCALE_BYTES, Element, Format, Recipe, Scale, layout, scaling
+from narrowcast.kernels.reference import draws
+from narrowcast.kernels.triton import cuts
+from narrowcast.kernels.triton.codes import INTERPRETED
+from narrowcast.kernels.triton.cuts import Cut, Tile
+from narrowcast.kernels.triton.tables import cells
+
+UNROLLED = 16
+"""Up to so many ranks, a sum's loop is unrolled, so that the loads of several ranks are in flight."""
+
+INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def places(format: Format, numel: int) -> dict[str, Any]:
+    where = layout(format, numel)
+    return {
+        "numel": numel,
+        "block": where.group_size,
+        "groups": where.groups,
+        "scales_at": where.scales_offset,
+        "zeros_at": where.zeros_offset,
+        "SCALE_SIZE": scale_size(format),
+    }
+
+
+def ends(format: Format, numel: int) -> dict[str, Any]:
+    where = layout(format, numel)
+    return {
+        "row_bytes": where.row_bytes,
+        "last_size": numel - (where.groups - 1) * where.group_size,
+        "codes_end": where.codes_bytes,
+        "end": where.zeros_offset + (where.groups if format.affine else 0),
+    }
+
+
+def formatted(format: Format, tiles: Cut, device: torch.device) -> dict[str, Any]:
+    return {
+        "ELEMENT": int(format.element),
+        "BITS": format.bits,
+        "SCALE": int(format.scale),
+        "GROUPS": tiles.groups,
+        "BLOCK": tiles.block,
+        "WIDTH": tiles.width,
+        "ALIGN": tiles.align,
+        "EDGE": tiles.edge,
+        "FP8": format.element == Element.E4M3 and has_fp8(device),
+    }
+
+
+def encoding(recipe: Recipe, seed: int, anything: Tensor) -> dict[str, Any]:
+    format = recipe.format
+    step, limit = scaling(format, recipe.peak)
+    found: dict[str, Any] = {"cells": anything, "slope": 0.0, "middle": 0.0, "bend": 0.0, "reach": 0.0}
+    found |= {"CELLS": 0, "STEPS": 0, "SEARCHED": 0}
+    if recipe.table is not None:
+        its = cells(recipe.table)
+        found = {"cells": its.entries, "slope": its.slope, "middle": its.middle, "bend": its.bend, "reach": its.reach}
+        found |= {"CELLS": its.size, "STEPS": its.steps, "SEARCHED": its.searched}
+    return found | {
+        "step": step,
+        "top_scale": limit,
+        "seed": int(draws.mix64(torch.tensor(seed, dtype=torch.int64, device="cpu"))) if format.stochastic else 0,
+        "STOCHASTIC": bool(format.stochastic),
+        "SIGNED": format.signed_scale,
+    }
+
+
+def summing(
+    data: Tensor,
+    recipe: Recipe,
+    numel: int,
+    tiles: Cut,
+    ranks: int,
+    own: Tensor | None,
+    own_rank: int,
+    divisor: int,
+) -> dict[str, Any]:
+    format = recipe.format
+    data, stride = readable(data)
+    words = tiles.words(format.bits)
+    code_size = 4 if words else max(format.bits // 8, 1)
+    divide = "no" if divisor == 1 else "multiply" if divisor & (divisor - 1) == 0 else "divide"
+    # One multiplication by a power of two rounds like the division.
+    factor = 1.0 / divisor if divide == "multiply" else float(divisor)
+    mine = data if own is None else own.contiguous()
+    fused = format.scale != Scale.FP32 and _whole_codes(recipe)
+    return {
+        "codes": seen(data, code_size),
+        "scales": seen(data, scale_size(format)),
+        "data": data,
+        "levels": data if recipe.table is None else cells(recipe.table).levels,
+        "own": mine.view(torch.int16) if mine.dtype == torch.bfloat16 else mine,
+        "row_bytes": stride,
+        "ranks": ranks,
+        "divisor": factor,
+        "WORDS": words,
+        "CODE_SIZE": code_size,
+        "RANKS": ranks if ranks <= UNROLLED else 0,
+        "OWN_RANK": own_rank,
+        "DIVIDE": divide,
+        "FUSED": fused,
+        "BYTEWISE": cuts.BYTEWISE if fused and words and format.bits == 4 and format.element == Element.INT else 0,
+    }
+
+
+def _whole_codes(recipe: Recipe) -> bool:
+    """Whether codes stand for whole numbers small enough that multiplying by a 16-bit scale is exact."""
+    if recipe.table is not None:
+        return cells(recipe.table).whole
+    return recipe.format.element == Element.INT
+
+
+def options(tiles: Cut, tile: Tile) -> dict[str, Any]:
+    """How Triton compiles; without fusion, since the reference rounds after every operation."""
+    elements = tiles.groups * tiles.width
+    warps = max(1, min(16, tile.warps * elements // tile.elements))
+    return {"num_warps": warps, "enable_fp_fusion": False}
+
+
+def scale_size(format: Format) -> int:
+    return max(SCALE_BYTES[Scale(format.scale)], 1)
+
+
+def seen(data: Tensor, size: int) -> Tensor:
+    """The same memory as integers of `size` bytes."""
+    return data.view(INTS[size])
+
+
+def readable(data: Tensor) -> tuple[Tensor, int]:
+    """Rows that start at multiples of 16 bytes, and the bytes from one to the next."""
+    count, width = data.shape
+    stride = data.stride(0) if count > 1 else width
+    if (width > 1 and data.stride(1) != 1) or stride % 16 or data.data_ptr() % 16:
+        data = data.clone(memory_format=torch.contiguous_format)
+        stride = width
+    return data, stride
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@cache
+def has_fp8(device: torch.device) -> bool:
+    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,1 @@
+"""Modules of torch.nn that hold encoded rows."""

@@ -1,0 +1,80 @@
+"""Convolutions whose weights are encoded rows.
+
+The weight of a convolution, [out, in / groups, *kernel], has a row for every output. It is decoded to x's dtype, and
+then convolved with: less memory at rest, the same arithmetic. Every option of torch's modules is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowcast.codecs import checks
+from narrowcast.errors import DtypeError
+from narrowcast.nn.modules.base import OneWeight
+from narrowcast.nn.modules.linear import as_autocast
+
+
+class Convolution(OneWeight):
+    """What convolutions share."""
+
+    convolve: ClassVar[Callable[..., Tensor]]
+    bias: nn.Parameter | None
+    in_channels: int
+    out_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
+    _reversed_padding_repeated_twice: list[int]
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = as_autocast(input)
+        if x.dtype not in checks.FLOATS:
+            kind = str(x.dtype).removeprefix("torch.")
+            raise DtypeError(f"input: expected float32, bfloat16, float16 or float64, got {kind}. Pass input.float().")
+        return self.convolved(x, self.bias)
+
+    def convolved(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x convolved with the decoded weight, in x's dtype."""
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = (0,) * len(self.kernel_size)
+        bias = None if bias is None else bias.to(x.dtype)
+        weight = self.decoded(x.dtype)
+        return type(self).convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+    def extra_repr(self) -> str:
+        options = ("stride", "padding", "dilation", "groups", "padding_mode")
+        listed = ", ".join(f"{name}={getattr(self, name)!r}" for name in options)
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, {listed}, "
+            f"bias={self.bias is not None}, codec={self.codec.spec!r}"
+        )
+
+
+class Conv1d(Convolution):
+    """torch.nn.Conv1d on encoded rows."""
+
+    float_class = nn.Conv1d
+    convolve = F.conv1d
+
+
+class Conv2d(Convolution):
+    """torch.nn.Conv2d on encoded rows."""
+
+    float_class = nn.Conv2d
+    convolve = F.conv2d
+
+
+class Conv3d(Convolution):
+    """torch.nn.Conv3d on encoded rows."""
+
+    float_class = nn.Conv3d
+    convolve = F.conv3d

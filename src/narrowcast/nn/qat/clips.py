@@ -1,0 +1,90 @@
+"""Where to clip: start values from data.
+
+A clip is the magnitude that a grid's top level stands for; clip / top is the scale. Data comes as rows, [channels, n]:
+each channel gets a clip of its own.
+
+    max         nothing is clipped
+    percentile  all but a small share of the elements is within
+    mse         the least mean squared error, out of 100 candidates between 1/80 and 5/4 of "max"
+
+A channel of zeros has nothing to say about its clip: it takes the largest of the other channels', or 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import QuantizeError, SpecError
+from narrowcast.kernels.fake import fake_quantize
+from narrowcast.nn.qat.grids import CodecGrid
+
+STARTS = ("max", "percentile", "mse")
+SHARE = 0.999
+"""The share of elements that "percentile" keeps within the clip."""
+
+FRACTIONS = [step / 80 for step in range(1, 101)]
+SEARCHED = 1 << 20
+"""Elements of one channel that are searched at most; of more, evenly spaced ones are taken."""
+
+
+def scale_of(clip: Tensor, top: float) -> Tensor:
+    """clip / top, rounded as it should be on every device: CUDA multiplies by 1 / top where that is a number."""
+    return clip / torch.full_like(clip, top)
+
+
+def check_start(start: object) -> str:
+    if start not in STARTS:
+        raise SpecError(f"start={start!r}: a clip starts from {', '.join(map(repr, STARTS))} of the data.")
+    return str(start)
+
+
+def clip_of(rows: Tensor, made: CodecGrid, start: str) -> Tensor:
+    """The clip of each row, fp32 [channels], positive."""
+    rows = _thinned(rows.detach().float())
+    low, high = rows.amin(1), rows.amax(1)
+    if not bool((low.isfinite() & high.isfinite()).all()):
+        raise QuantizeError(
+            "x: clips are chosen from data, and this data holds an infinity or a NaN. Usually the model diverged, or "
+            "fp16 overflowed: look at the batch, or at the weights, before quantizing."
+        )
+    if start == "percentile":
+        place = max(1, math.ceil(SHARE * rows.shape[1]))
+        bound = rows.abs().kthvalue(place, 1).values
+        low, high = torch.maximum(low, -bound), torch.minimum(high, bound)
+    clip = holding(low, high, made)
+    return search(rows, clip, made) if start == "mse" else clip
+
+
+def holding(low: Tensor, high: Tensor, made: CodecGrid) -> Tensor:
+    """The smallest clips that hold [low, high]."""
+    levels = made.grid.levels
+    first, last = float(levels[0]), float(levels[-1])
+    scale = torch.zeros_like(high)
+    if last > 0:
+        scale = torch.maximum(scale, high / last)
+    if first < 0:
+        scale = torch.maximum(scale, low / first)
+    clip = scale * made.top
+    other = float(clip.max()) if clip.numel() else 0.0
+    return torch.where(clip > 0, clip, other if other > 0 else 1.0)
+
+
+def search(rows: Tensor, largest: Tensor, made: CodecGrid, weights: Tensor | None = None) -> Tensor:
+    """The fractions of `largest` with the least squared error; elements count as often as `weights` says."""
+    grid = made.grid._replace(levels=made.grid.levels.to(rows.device), thresholds=made.grid.thresholds.to(rows.device))
+    best, least = largest.clone(), torch.full_like(largest, math.inf)
+    rows = rows.contiguous()
+    for fraction in FRACTIONS:
+        clip = largest * fraction
+        error = (fake_quantize(rows, scale_of(clip, made.top).clamp(min=2.0**-126), grid, 0) - rows).square_()
+        total = (error if weights is None else error * weights).sum(1)
+        better = total < least
+        best, least = torch.where(better, clip, best), torch.where(better, total, least)
+    return best
+
+
+def _thinned(rows: Tensor) -> Tensor:
+    return rows[:, :: -(-rows.shape[1] // SEARCHED)] if rows.shape[1] > SEARCHED else rows

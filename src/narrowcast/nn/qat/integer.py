@@ -1,0 +1,250 @@
+"""Packed layers whose inputs are quantized too.
+
+`convert_` makes these of layers that were trained with quantized inputs. They hold the weight as encoded rows, as every
+packed layer does, and the trained `input_quantizer`.
+
+- `IntegerLinear`, `IntegerConv1d`, `IntegerConv2d`: both grids are integers that fit a byte. Inputs and weights are
+  multiplied as int8 x int8 -> int32, exactly (a convolution by laying out its windows); then one fp32 product with
+  (input scale * weight scale), and the bias. Unsigned inputs up to 255 are shifted by 128, which the rows' sums make
+  good for, exactly too. The weights as int8 lie beside the rows, in no state dict.
+- `QuantizedInputLinear`, `QuantizedInputConv1d/2d/3d`: any other grids. The input is quantized in floats, and
+  then multiplied as by the packed layer.
+
+Results of an integer layer are those of the integers; its derivatives are the trained layer's, straight-through, and
+computed in floats when they are asked for. A NaN in the input makes the outputs that depend on it NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import jvp, vjp
+
+from narrowcast.errors import ShapeError
+from narrowcast.kernels import operators
+from narrowcast.kernels.derivatives import remember_tensors
+from narrowcast.kernels.fake import fake_quantize
+from narrowcast.kernels.integer import integer_linear
+from narrowcast.nn.modules.base import OneWeight, as_bytes, keep_dtype
+from narrowcast.nn.modules.conv import Conv1d, Conv2d, Conv3d, Convolution
+from narrowcast.nn.modules.linear import Linear, as_autocast, linear_on_rows
+from narrowcast.nn.qat.clips import scale_of
+from narrowcast.nn.qat.fake_quantize import FakeQuantize
+from narrowcast.nn.qat.grids import row_scales
+
+
+class QuantizedInput(OneWeight):
+    """What layers share that quantize their inputs in floats."""
+
+    input_quantizer: FakeQuantize
+
+    def forward(self, input: Tensor) -> Tensor:
+        made: Tensor = super().forward(self.input_quantizer(as_autocast(input)))
+        return made
+
+    def _leave(self) -> None:
+        del self.input_quantizer
+
+
+class QuantizedInputLinear(QuantizedInput, Linear):
+    """A packed Linear behind a quantizer of its input."""
+
+
+class QuantizedInputConv1d(QuantizedInput, Conv1d):
+    """A packed Conv1d behind a quantizer of its input."""
+
+
+class QuantizedInputConv2d(QuantizedInput, Conv2d):
+    """A packed Conv2d behind a quantizer of its input."""
+
+
+class QuantizedInputConv3d(QuantizedInput, Conv3d):
+    """A packed Conv3d behind a quantizer of its input."""
+
+
+class IntegerLayer(OneWeight):
+    """What integer layers share: operands as int8, and results from int32."""
+
+    input_quantizer: FakeQuantize
+    bias: nn.Parameter | None
+    weight_integers: Tensor
+    weight_scales: Tensor
+    weight_sums: Tensor
+    made_on_load = "weight_integers", "weight_scales", "weight_sums"
+
+    def forward(self, input: Tensor) -> Tensor:
+        x, bias = as_autocast(input), self.bias
+        wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+        if wanted and torch.compiler.is_compiling():  # which takes no Function with two modes
+            floats = self._in_floats(x, bias)
+            return self._in_integers(x, bias).detach() + (floats - floats.detach())
+        if wanted or operators.transformed():
+            return _InIntegers.apply(x, bias, self)  # type: ignore[no-any-return,no-untyped-call]
+        return self._in_integers(x, bias)
+
+    def _in_integers(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def _in_floats(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The same but for roundings, by operations that have derivatives."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        for name in ("input_quantizer", *self.made_on_load):
+            delattr(self, name)
+
+    def reserve(self) -> None:
+        """Room for the operands of rows that are still to be loaded."""
+        (rows, *size), device = self._held["weight"].shape, self.weight.device
+        self._hold(
+            torch.empty(rows, math.prod(size), dtype=torch.int8, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.empty(rows, dtype=torch.int64, device=device),
+        )
+
+    def unpack(self) -> None:
+        """Make the int8 operands of the rows; `convert_` and `load_state_dict` do."""
+        held = self._held["weight"]
+        numel = math.prod(held.shape[1:])
+        scales = row_scales(as_bytes(self.weight).detach(), held.codec, numel)
+        values = held.codec.decode(self.weight.detach(), numel, torch.float32)
+        integers = (values / scales.view(-1, 1)).round().to(torch.int8)
+        self._hold(integers, scales, integers.sum(1, dtype=torch.int64))
+
+    def _hold(self, *operands: Tensor) -> None:
+        for name, operand in zip(self.made_on_load, operands, strict=True):
+            self.register_buffer(name, operand, persistent=False)
+
+    @property
+    def offset(self) -> int:
+        """What is taken from levels to make them int8."""
+        return 128 if self.input_quantizer.top > 127 else 0
+
+    def input_levels(self, x: Tensor) -> Tensor:
+        """The levels of x, integers in fp32; NaN where x is."""
+        quantizer = self.input_quantizer
+        scale = self.input_scale()
+        # A level times the scale, divided by it, is within two roundings of the level, which is at most 255.
+        return (fake_quantize(x.float(), scale, quantizer.grid, None) / scale).round()
+
+    def input_scale(self) -> Tensor:
+        return scale_of(self.input_quantizer.clip, self.input_quantizer.top)
+
+    def multiply(self, levels: Tensor, first: int = 0, last: int | None = None) -> Tensor:
+        """Levels [batch, k] times the weights of outputs first to last: exact, int32 or int64 [batch, outputs]."""
+        integers = self.weight_integers[first:last]
+        sums = integer_linear((levels - self.offset).to(torch.int8), integers)
+        return sums + self.offset * self.weight_sums[first:last] if self.offset else sums
+
+    def scaled(self, sums: Tensor, bias: Tensor | None, unknown: Tensor, dtype: torch.dtype) -> Tensor:
+        """Exact sums [batch, outputs] as results: one product, and the bias, in fp32; NaN where an input was."""
+        out = sums.float() * (self.input_scale() * self.weight_scales)
+        if bias is not None:
+            out = out + bias.float()
+        return torch.where(unknown, math.nan, out).to(dtype)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.unpack()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> IntegerLayer:
+        # The operands are what the rows are: never cast, never rounded to half precision.
+        operands = {id(self._buffers[name]) for name in self.made_on_load}
+        super()._apply(lambda t: keep_dtype(fn, t) if id(t) in operands else fn(t), recurse)
+        return self
+
+
+class _InIntegers(torch.autograd.Function):
+    """The results of integers, with the derivatives of floats."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor | None, layer: IntegerLayer) -> Tensor:
+        return layer._in_integers(x, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, bias, ctx.layer = inputs
+        remember_tensors(ctx, x, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        if bias is None:
+            return *vjp(lambda x: ctx.layer._in_floats(x, None), x)[1](grad), None, None
+        return *vjp(ctx.layer._in_floats, x, bias)[1](grad), None
+
+    @staticmethod
+    def jvp(ctx: Any, of_x: Tensor | None, of_bias: Tensor | None, _: None) -> Tensor:
+        x, bias = ctx.saved_tensors
+        of_x = torch.zeros_like(x) if of_x is None else of_x
+        if bias is None:
+            return jvp(lambda x: ctx.layer._in_floats(x, None), (x,), (of_x,))[1]  # type: ignore[no-any-return]
+        of_bias = torch.zeros_like(bias) if of_bias is None else of_bias
+        return jvp(ctx.layer._in_floats, (x, bias), (of_x, of_bias))[1]  # type: ignore[no-any-return]
+
+
+class IntegerLinear(IntegerLayer, Linear):
+    """A Linear whose products are int8 x int8 -> int32."""
+
+    def _in_integers(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ShapeError(f"input: expected [..., {self.in_features}], got {list(x.shape)}.")
+        levels = self.input_levels(x.reshape(-1, x.shape[-1]))
+        unknown = levels.isnan().any(-1, keepdim=True)
+        return self.scaled(self.multiply(levels), bias, unknown, x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def _in_floats(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        codec, shape = self._held["weight"][:2]
+        return linear_on_rows(self.input_quantizer(x), self.weight, codec, shape[1], bias)
+
+
+class _IntegerConv(IntegerLayer, Convolution):
+    def _in_integers(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        spatial = len(self.kernel_size)
+        if x.dim() == spatial + 1:
+            return self._in_integers(x.unsqueeze(0), bias).squeeze(0)
+        if x.dim() != spatial + 2:
+            raise ShapeError(f"input: expected {spatial + 1} or {spatial + 2} dimensions, got shape {list(x.shape)}.")
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        levels = F.pad(self.input_levels(x), self._reversed_padding_repeated_twice, mode=mode)
+        size = [self._positions(levels.shape[2 + place], place) for place in range(spatial)]
+        windows = self._windows(levels)
+        each, outputs = windows.shape[1] // self.groups, self.out_channels // self.groups
+        sums, unknown = [], []
+        for group in range(self.groups):
+            some = windows[:, group * each : (group + 1) * each]
+            sums.append(self.multiply(some, group * outputs, (group + 1) * outputs))
+            unknown.append(some.isnan().any(-1, keepdim=True).expand(-1, outputs))
+        out = self.scaled(torch.cat(sums, 1), bias, torch.cat(unknown, 1), x.dtype)
+        return out.view(len(x), -1, self.out_channels).transpose(1, 2).reshape(len(x), self.out_channels, *size)
+
+    def _in_floats(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.convolved(self.input_quantizer(x), bias)
+
+    def _windows(self, levels: Tensor) -> Tensor:
+        """What each output position multiplies: [batch * positions, channels * kernel]."""
+        options = (self.kernel_size, self.dilation, self.stride)
+        if len(self.kernel_size) == 1:
+            levels = levels.unsqueeze(2)
+            options = ((1, *self.kernel_size), (1, *self.dilation), (1, *self.stride))
+        kernel, dilation, stride = options
+        columns = F.unfold(levels, kernel, dilation, 0, stride)
+        return columns.transpose(1, 2).reshape(-1, columns.shape[1])
+
+    def _positions(self, size: int, place: int) -> int:
+        return (size - self.dilation[place] * (self.kernel_size[place] - 1) - 1) // self.stride[place] + 1
+
+
+class IntegerConv1d(_IntegerConv, Conv1d):
+    """A Conv1d whose products are int8 x int8 -> int32."""
+
+
+class IntegerConv2d(_IntegerConv, Conv2d):
+    """A Conv2d whose products are int8 x int8 -> int32."""

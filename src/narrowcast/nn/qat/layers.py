@@ -1,0 +1,100 @@
+"""Layers that train with quantized weights, and quantized inputs where asked for.
+
+A trained layer is torch's own layer, by a change of its class, with one or two `FakeQuantize` beside its weight:
+`weight_quantizer`, and `input_quantizer` or None. The float weight stays what the optimizer updates, under its own
+name; each forward pass quantizes it anew, and the input too, and then computes what torch's layer does. An embedding
+quantizes only the vectors that it looks up.
+
+Nothing else about a layer changes: names, hooks, biases and whoever holds a reference to it do not notice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowcast.nn.qat.fake_quantize import FakeQuantize
+
+
+class Trained(nn.Module):
+    """A layer of torch.nn whose weight is quantized in every forward pass."""
+
+    weight: Tensor
+    weight_quantizer: FakeQuantize
+    input_quantizer: FakeQuantize | None
+    _plain_class: type[nn.Module]
+
+    def quantized_weight(self) -> Tensor:
+        """The weight at the levels of its grid; differentiable in the weight and the clip."""
+        made: Tensor = self.weight_quantizer(self.weight)
+        return made
+
+    def _input(self, x: Tensor) -> Tensor:
+        return x if self.input_quantizer is None else self.input_quantizer(x)
+
+
+class QatLinear(Trained, nn.Linear):
+    """torch.nn.Linear on a fake-quantized weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(self._input(input), self.quantized_weight(), self.bias)
+
+
+class QatConv1d(Trained, nn.Conv1d):
+    """torch.nn.Conv1d on a fake-quantized weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(self._input(input), self.quantized_weight(), self.bias)  # type: ignore[no-any-return]
+
+
+class QatConv2d(Trained, nn.Conv2d):
+    """torch.nn.Conv2d on a fake-quantized weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(self._input(input), self.quantized_weight(), self.bias)  # type: ignore[no-any-return]
+
+
+class QatConv3d(Trained, nn.Conv3d):
+    """torch.nn.Conv3d on a fake-quantized weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(self._input(input), self.quantized_weight(), self.bias)  # type: ignore[no-any-return]
+
+
+class QatEmbedding(Trained, nn.Embedding):
+    """torch.nn.Embedding on fake-quantized vectors: those that are looked up."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        quantizer = self.weight_quantizer
+        if not quantizer.is_started:
+            quantizer(self.weight)
+        index = input.reshape(-1)
+        options: dict[str, Any] = {"scale_grad_by_freq": self.scale_grad_by_freq, "sparse": self.sparse}
+        vectors = F.embedding(index, self.weight, self.padding_idx, None, 2.0, **options)
+        return quantizer.lookup(vectors, index, self.weight.numel()).view(*input.shape, self.embedding_dim)
+
+
+TRAINED: dict[type[nn.Module], type[Trained]] = {
+    nn.Linear: QatLinear,
+    nn.Conv1d: QatConv1d,
+    nn.Conv2d: QatConv2d,
+    nn.Conv3d: QatConv3d,
+    nn.Embedding: QatEmbedding,
+}
+
+
+def train(module: nn.Module, target: type[Trained], weight: FakeQuantize, input: FakeQuantize | None) -> None:
+    """Make a float layer a trained one, in place."""
+    vars(module)["_plain_class"] = type(module)
+    module.__class__ = target
+    module.add_module("weight_quantizer", weight)
+    module.add_module("input_quantizer", input)
+
+
+def untrain(module: Trained) -> None:
+    """Make a trained layer a float one again; the weight is the float weight."""
+    for name in ("weight_quantizer", "input_quantizer"):
+        delattr(module, name)
+    module.__class__ = vars(module).pop("_plain_class")
