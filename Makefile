@@ -57,7 +57,7 @@ soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, 
 
 gpu: $(VENV)/.dev        ## the kernels on a real GPU
 	$(BIN)/pytest tests/kernels/test_gpu.py tests/kernels/test_gpu_linear.py tests/nn tests/distributed/test_cuda.py
-	$(BIN)/pytest -m gpu tests/distributed/test_fsdp_cuda.py tests/compat
+	$(BIN)/pytest -m gpu tests/distributed/gradients/test_fsdp_cuda.py tests/compat
 	$(BIN)/python bench/gpu.py
 	$(BIN)/python bench/gpu_linear.py
 	$(BIN)/python bench/fake.py --gpu

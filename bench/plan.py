@@ -36,6 +36,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 from machine import sentence  # noqa: E402
 from narrowcast import distributed as ncd  # noqa: E402
 from narrowcast.distributed.gradients.compression import GradientCompression  # noqa: E402
+from narrowcast.distributed.gradients.ddp import average_bucket  # noqa: E402
 from narrowcast.distributed.planning.planner import NONE, plan  # noqa: E402
 from netlab.tcp import choose  # noqa: E402
 
@@ -60,7 +61,7 @@ def contestants(tensors: list[torch.Tensor], codecs: list[str], gradients: bool)
 
     def averaged(state: GradientCompression) -> None:
         last = len(tensors) - 1
-        for future in [state.reduce(x, [x], [0], i, i == last) for i, x in enumerate(tensors)]:
+        for future in [average_bucket(state, x, [x], [0], i, i == last) for i, x in enumerate(tensors)]:
             future.wait()
 
     found: dict[str, Callable[[], object]] = {NONE: plain}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import ranks
 
-SURROUNDED = ("test_async", "test_collectives", "test_exact", "test_functional", "test_mesh", "test_messages")
+SURROUNDED = ("test_async", "test_collectives", "test_exact", "test_functional", "test_mesh", "test_point_to_point")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast import distributed as ncd
-from narrowcast.distributed.protocols.encoder import Coder
-from narrowcast.distributed.protocols.exchange import Exchange
-from narrowcast.distributed.transport.group import Peers
-from narrowcast.distributed.transport.wire import _HEADERS, EAGER, HostWire
+from narrowcast.distributed.collective import Collective
+from narrowcast.distributed.encoder import Encoder
+from narrowcast.distributed.transport.gloo import _HEADERS, EAGER, GlooWire
+from narrowcast.distributed.transport.group import Group
 
 Action = Callable[[], object]
 NUMEL = 4 * 2 * EAGER
@@ -81,23 +81,23 @@ def run_out_of_memory() -> None:
 def at(place: str, action: Action) -> None:
     """Do `action` once, the next time that this process comes to a place of a collective."""
     if place == "encoding":
-        _patch(Coder, "encode", action)
+        _patch(Encoder, "encode", action)
     elif place == "a header":
-        _patch(HostWire, "_send", action, after=True, when=lambda row, peer, tag: tag == _HEADERS)
+        _patch(GlooWire, "_send", action, after=True, when=lambda row, peer, tag: tag == _HEADERS)
     elif place == "after headers":
-        _patch(HostWire, "agree", action, after=True)
+        _patch(GlooWire, "agree", action, after=True)
     elif place == "stage one":  # a row is on the wire
-        _patch(HostWire, "_send", action, after=True, when=lambda row, peer, tag: tag != _HEADERS and len(row) > 0)
+        _patch(GlooWire, "_send", action, after=True, when=lambda row, peer, tag: tag != _HEADERS and len(row) > 0)
     elif place == "between stages":
-        _patch(Coder, "sum_encode", action)
+        _patch(Encoder, "decode_sum_encode", action)
     elif place == "stage two":  # nothing of it was sent yet
-        _patch(Coder, "sum_encode", action, after=True)
+        _patch(Encoder, "decode_sum_encode", action, after=True)
     elif place == "passing on":
-        _patch(Exchange, "share", action)
+        _patch(Collective, "share", action)
     elif place == "failing":
-        _patch(Peers, "_fail", action)
+        _patch(Group, "_fail", action)
     elif place == "decoding":
-        _patch(Coder, "decode", action)
+        _patch(Encoder, "decode", action)
     else:
         raise KeyError(place)
 

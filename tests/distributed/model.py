@@ -1,7 +1,7 @@
 """The collectives once more, in one process: plain codec calls, no wire, no lane, no fused pass.
 
 Each function takes the tensors of all ranks and says what every rank must end with, bit for bit. A large tensor is
-reduced in pieces, the first of which fits the header; a piece's parts start at multiples of 128 elements; sums run in
+reduced in chunks, the first of which fits the header; a chunk's parts start at multiples of 128 elements; sums run in
 fp32 in rank order; what a rank has itself stays exact; a sum is divided before it is encoded.
 """
 
@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from seeds import derived
 from torch import Tensor
 
 from narrowcast import Codec
-from narrowcast.distributed.protocols.encoder import Coder, derive_seed
-from narrowcast.distributed.stats import Meter
-from narrowcast.distributed.transport.buffers import Arena
 
 
 def seed_for(codec: Codec, seed: int, rank: int, *key: int) -> int:
-    """The seed of one encoding among all those of a collective: the one thing taken from the library."""
-    own = derive_seed(seed, rank)
-    return Coder(codec, own, Meter("model", 0), Arena(), torch.device("cpu"))._seed_of((rank, *key))
+    """The seed of one encoding among all those of a collective."""
+    return derived(derived(seed, rank), rank, *key) if codec.stochastic else 0
 
 
 def parts(numel: int, world: int) -> list[slice]:

@@ -10,14 +10,13 @@ from typing import Any
 
 import model
 import torch
+from seeds import derived, section_key
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from trained import CHUNK, CODEC, SEED, STEPS, UNIT, Given, Named, Shapes, exempt, given
 
 import narrowcast as nc
 from narrowcast import Codec
-from narrowcast.distributed.gradients.columns import Chunk
-from narrowcast.distributed.protocols.encoder import derive_seed
 
 SHAPES: Shapes = {
     "bias": (37,),  # exempt: it has one dimension
@@ -151,9 +150,9 @@ class Expected:
         sent = meant.float().clone()
         for start in range(0, part, width):
             cut = slice(start, min(part, start + width))
-            key = Chunk(name, numel, world, part, start, cut.stop - start).key
+            key = section_key(name, start)
             for r in range(world):
-                seed = derive_seed(self.seeds[r], self.steps)
+                seed = derived(self.seeds[r], self.steps)
                 for o in range(world):
                     if r != o:
                         row = meant[r, o, cut][None]

@@ -16,7 +16,7 @@ from torch import Tensor
 from cases import mixed
 from narrowcast import distributed as ncd
 from narrowcast.distributed import launch
-from narrowcast.distributed.protocols.encoder import Coder
+from narrowcast.distributed.encoder import Encoder
 from narrowcast.errors import CollectiveError
 
 SIZES = (3, 700, 60_000, 0, 128, 9_000)
@@ -204,8 +204,8 @@ def known_memory(rank: int) -> None:
     On CUDA these are the ones whose memory the allocator keeps until the side stream is done with it.
     """
     known, used = set(), set()
-    plain_start, plain_encode = launch.start, Coder.encode
-    plain_decode, plain_sum, plain_sum_encode = Coder.decode, Coder.sum, Coder.sum_encode
+    plain_start, plain_encode = launch.start, Encoder.encode
+    plain_decode, plain_sum, plain_sum_encode = Encoder.decode, Encoder.sum, Encoder.sum_encode
 
     def start(peers: Any, op: str, job: Any, tensors: Any, async_op: bool) -> Any:
         known.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
@@ -214,24 +214,24 @@ def known_memory(rank: int) -> None:
     def note(*tensors: Tensor) -> None:
         used.update(tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel())
 
-    def encode(self: Coder, rows: Tensor, out: Tensor, *key: int) -> Tensor:
+    def encode(self: Encoder, rows: Tensor, out: Tensor, *key: int) -> Tensor:
         note(rows)
         return plain_encode(self, rows, out, *key)
 
-    def decode(self: Coder, data: Tensor, out: Tensor) -> None:
+    def decode(self: Encoder, data: Tensor, out: Tensor) -> None:
         note(out)
         plain_decode(self, data, out)
 
-    def summed(self: Coder, data: Tensor, own: Tensor, rank: int, divisor: int, out: Tensor) -> None:
+    def summed(self: Encoder, data: Tensor, own: Tensor, rank: int, divisor: int, out: Tensor) -> None:
         note(own, out)
         plain_sum(self, data, own, rank, divisor, out)
 
-    def sum_encode(self: Coder, data: Tensor, own: Tensor, *rest: Any) -> None:
+    def sum_encode(self: Encoder, data: Tensor, own: Tensor, *rest: Any) -> None:
         note(own)
         plain_sum_encode(self, data, own, *rest)
 
     launch.start = start
-    Coder.encode, Coder.decode, Coder.sum, Coder.sum_encode = encode, decode, summed, sum_encode  # type: ignore[method-assign]
+    Encoder.encode, Encoder.decode, Encoder.sum, Encoder.sum_encode = encode, decode, summed, sum_encode  # type: ignore[method-assign]
 
     def gaps(*shape: int) -> Tensor:
         return torch.ones(*shape[:-1], 2 * shape[-1])[..., ::2]

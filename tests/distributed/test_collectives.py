@@ -18,7 +18,7 @@ from torch import Tensor
 import narrowcast as nc
 from cases import DTYPES, mixed, same_bits
 from narrowcast import distributed as ncd
-from narrowcast.distributed.protocols.encoder import Coder
+from narrowcast.distributed.encoder import Encoder
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
@@ -331,14 +331,14 @@ def leaving(rank: int, numel: int) -> None:
     """Rank 0 takes its time over what rank 2 gets. Rank 1 has all it needs long before, and leaves."""
     ncd.all_reduce(torch.ones(10))
     if rank == 0:
-        plain = Coder.encode
+        plain = Encoder.encode
 
-        def slow(self: Coder, rows: Tensor, out: Tensor, *key: int) -> Tensor:
+        def slow(self: Encoder, rows: Tensor, out: Tensor, *key: int) -> Tensor:
             if key[-1] == 2:
                 time.sleep(1.0)
             return plain(self, rows, out, *key)
 
-        Coder.encode = slow  # type: ignore[method-assign]
+        Encoder.encode = slow  # type: ignore[method-assign]
     output = torch.empty(3, numel)
     ncd.all_to_all_single(output, torch.full((3, numel), float(rank)), codec="raw")
     assert output[:, 0].tolist() == [0.0, 1.0, 2.0]

@@ -12,11 +12,13 @@ from ranks import run
 import narrowcast as nc
 from ambient import SURROUNDINGS, surrounded
 from narrowcast import distributed as ncd
+from narrowcast.distributed.gradients.ddp import average_bucket
 from narrowcast.distributed.transport.buffers import KEEP
-from narrowcast.distributed.transport.device_wire import NcclWire, StagedWire
-from narrowcast.distributed.transport.gloo import Gloo
-from narrowcast.distributed.transport.group import peers_of
-from narrowcast.distributed.transport.wire import HostWire
+from narrowcast.distributed.transport.gloo import GlooWire
+from narrowcast.distributed.transport.gloo_connections import Gloo
+from narrowcast.distributed.transport.group import group_for
+from narrowcast.distributed.transport.nccl import NcclWire
+from narrowcast.distributed.transport.staged import StagedWire
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,7 +65,7 @@ def test_two_ranks_on_one_gpu_get_the_bits_that_the_cpu_gets() -> None:
 
 
 def streams_are_ordered(rank: int) -> None:
-    peers = peers_of(dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()))
+    peers = group_for(dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()))
     n = 1 << 20
     producer = torch.cuda.Stream()
     for round_ in range(20):
@@ -109,7 +111,7 @@ def pinned_memory(rank: int) -> None:
         ncd.all_gather_into_tensor(out, x, codec="raw")
         assert [float(row[-1]) for row in out] == [float(peer) for peer in range(world)]
         assert len([name for name in names if name.startswith("outbox")]) == 1
-    peers = peers_of(dist.group.WORLD, x.device)
+    peers = group_for(dist.group.WORLD, x.device)
     assert isinstance(peers._wire, StagedWire)
     held = sum(buffer.numel() for buffer in peers._wire._arena._buffers.values())
     assert held <= KEEP
@@ -164,11 +166,11 @@ def one_rank_over_nccl(rank: int) -> None:
     ncd.reduce_scatter_tensor(out, x, codec="int4")
     ncd.all_to_all_single(out, x, codec="int4")
     assert torch.equal(out, x)
-    peers = peers_of(dist.group.WORLD, torch.device("cuda", 0))
+    peers = group_for(dist.group.WORLD, torch.device("cuda", 0))
     assert peers.nccl
 
     limit = datetime.timedelta(seconds=30)
-    wire = NcclWire(HostWire(Gloo(dist.PrefixStore("test", store), 0, [0], limit, limit)), store)
+    wire = NcclWire(GlooWire(Gloo(dist.PrefixStore("test", store), 0, [0], limit, limit)), store)
     sent, received = torch.arange(64, dtype=torch.uint8).cuda(), torch.zeros(64, dtype=torch.uint8).cuda()
     wire._group.alltoall([received], [sent]).wait()
     assert torch.equal(sent, received)
@@ -193,7 +195,7 @@ def gradients_alike(rank: int) -> None:
                 ended = []
                 for step in range(3):
                     bucket = sample(10 * step + rank, offsets[-1], dtype).to(device)
-                    state.reduce(bucket, parameters, offsets[:-1], 0, True).wait()
+                    average_bucket(state, bucket, parameters, offsets[:-1], 0, True).wait()
                     ended.append(bucket.cpu())
                 both.append(ended + [t for pair in state.residuals.by_name().values() for t in pair])
             for i, (here, there) in enumerate(zip(*both, strict=True)):

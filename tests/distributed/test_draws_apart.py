@@ -18,7 +18,7 @@ from trained import FEW, SHAPES, Given, given
 
 import narrowcast as nc
 from narrowcast import distributed as ncd
-from narrowcast.distributed.protocols.encoder import Coder, derive_seed
+from narrowcast.distributed.encoder import Encoder, derive_seed
 from narrowcast.kernels.reference import draws
 
 pytestmark = pytest.mark.timeout(180)
@@ -42,14 +42,14 @@ def test_no_two_uses_of_near_seeds_lead_to_one_seed() -> None:
 def _recorded(rank: int) -> dict[str, list[int]]:
     """The seeds of all encodings of this rank, in each way to communicate, called with the seeds 0 to 3."""
     found: dict[str, list[int]] = {}
-    name, own = "", Coder._seed_of
+    name, own = "", Encoder._seed_of
 
-    def recording(self: Coder, key: tuple[int, ...]) -> int:
+    def recording(self: Encoder, key: tuple[int, ...]) -> int:
         if self.codec.stochastic:
             found.setdefault(name, []).append(own(self, key))
         return own(self, key)
 
-    Coder._seed_of = recording  # type: ignore[method-assign]
+    Encoder._seed_of = recording  # type: ignore[method-assign]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "local"))
     ways: dict[str, Any] = {
         "all_reduce": lambda s: ncd.all_reduce(torch.ones(5000), codec=CODEC, seed=s),
@@ -69,7 +69,7 @@ def _recorded(rank: int) -> dict[str, list[int]]:
             way(seed)
     for name in ("ddp", "fsdp", "hsdp"):
         _train(rank, name, mesh)
-    Coder._seed_of = own  # type: ignore[method-assign]
+    Encoder._seed_of = own  # type: ignore[method-assign]
     return found
 
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import model
 import torch
+from seeds import derived, section_key
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowcast as nc
 from cases import mixed, same_bits
 from narrowcast import Codec
-from narrowcast.distributed.gradients.columns import Chunk
-from narrowcast.distributed.protocols.encoder import derive_seed
 
 Shapes = Mapping[str, tuple[int, ...]]
 Named = dict[str, Tensor]
@@ -205,7 +204,7 @@ class Expected:
         new_owner = torch.zeros(self.world, part)
         for start in range(0, part, width):
             cut = slice(start, min(part, start + width))
-            key = Chunk(name, numel, self.world, part, start, cut.stop - start).key
+            key = section_key(name, start)
             for o in range(self.world):
                 for r in range(self.world):
                     if r != o:
@@ -224,7 +223,7 @@ class Expected:
 
     def _trip(self, codec: Codec, row: Tensor, who: int, *key: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A row as it arrives."""
-        seed = model.seed_for(codec, derive_seed(self.seeds[who], self.steps), *key)
+        seed = model.seed_for(codec, derived(self.seeds[who], self.steps), *key)
         return model.there(codec, row[None], seed, dtype)[0]
 
     def _without_padding(self, residuals: Tensor, numel: int) -> Tensor:

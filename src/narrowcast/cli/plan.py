@@ -130,7 +130,7 @@ def _on_paper(
     from narrowcast.distributed.planning.codec_speed import measure_codecs
     from narrowcast.distributed.planning.link import link_on_paper
     from narrowcast.distributed.planning.planner import NONE, decide
-    from narrowcast.distributed.transport.wire import EAGER
+    from narrowcast.distributed.transport.gloo import EAGER
 
     speeds = measure_codecs([as_codec(name) for name in codecs if name != NONE], device, ranks=ranks)
     eager = 0 if device == "cuda" else EAGER

@@ -33,8 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from narrowcast import distributed as ncd
 from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
-from narrowcast.distributed.transport.streams import StreamWork
-from narrowcast.distributed.uncompiled import uncompiled
+from narrowcast.distributed.entry import uncompiled
+from narrowcast.distributed.transport.work import StreamWork
 from narrowcast.errors import DtypeError, SpecError
 
 TORCH_HALF_MIN = torch.finfo(torch.float16).min

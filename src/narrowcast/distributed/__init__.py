@@ -19,7 +19,7 @@ from narrowcast.distributed.collectives import (
 from narrowcast.distributed.gradients import GradientCompression, compress_gradients, gradient_hook
 from narrowcast.distributed.point_to_point import irecv, isend, recv, send
 from narrowcast.distributed.stats import OpStats, reset_stats, stats
-from narrowcast.distributed.transport.lane import Work
+from narrowcast.distributed.transport.work import Work
 
 __all__ = [
     "GradientCompression",

@@ -1,4 +1,4 @@
-"""What collectives take, and in which words they refuse the rest."""
+"""What collectives take, and the words in which they refuse the rest."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MOST_TAG = (1 << 30) - 8
 """Tags of messages are below this: each takes two of gloo's, which are 31-bit numbers (wire.py)."""
 
 
-def group_of(group: dist.ProcessGroup | None, op: str) -> dist.ProcessGroup | None:
-    """The process group meant by `group`; None where this rank is not in it."""
+def members(group: dist.ProcessGroup | None, op: str) -> dist.ProcessGroup | None:
+    """The process group that `group` stands for; None where this rank is not in it."""
     if not dist.is_available() or not dist.is_initialized():
         raise CollectiveError(
             f"{op}: there is no process group yet. Call torch.distributed.init_process_group() first, and start the "
@@ -46,10 +46,10 @@ def tensors(values: object, name: str, count: int) -> list[Tensor]:
         raise DtypeError(f"{name}: expected a list of tensors, one per rank, got {type(values).__name__}.")
     if len(values) != count:
         raise ShapeError(f"{name}: the group has {count} ranks, the list {len(values)} tensors. Pass one per rank.")
-    found = [tensor(value, f"{name}[{i}]") for i, value in enumerate(values)]
-    for i, value in enumerate(found):
-        alike(found[0], value, f"{name}[0]", f"{name}[{i}]")
-    return found
+    checked = [tensor(value, f"{name}[{i}]") for i, value in enumerate(values)]
+    for i, value in enumerate(checked):
+        alike(checked[0], value, f"{name}[0]", f"{name}[{i}]")
+    return checked
 
 
 def alike(first: Tensor, second: Tensor, name: str, other: str) -> None:
@@ -91,10 +91,10 @@ def reduction(op: object, size: int, name: str) -> tuple[str, int]:
 def _meant_as_codec(value: object) -> str:
     """A hint where a codec, which goes by keyword, stands in the place of another argument."""
     try:
-        found = as_codec(value)  # type: ignore[arg-type]
+        codec = as_codec(value)  # type: ignore[arg-type]
     except SpecError:
         return ""
-    spec = found.spec if value is found else value
+    spec = codec.spec if value is codec else value
     return f" Did you mean codec={spec!r}?"
 
 

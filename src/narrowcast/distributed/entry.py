@@ -1,8 +1,8 @@
 """How a public collective is entered: torch.compile does not look into it, and a call that is refused counts.
 
 The other ranks make a call that this rank refuses (an int tensor, a codec that does not exist, an argument too many).
-Were it not counted here, the next call of this rank would meet that one of theirs: a sum of two different calls, which
-nobody notices. So a call that raises before a lane took it fails as any other does: on every rank, once.
+If it were not counted here, the next call of this rank would meet that one of theirs: a sum of two different calls,
+which nobody notices. So a call that raises before a lane has taken it fails as any other does: on every rank, once.
 """
 
 from __future__ import annotations
@@ -20,15 +20,31 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from narrowcast.distributed import arguments
-from narrowcast.distributed.protocols.mesh import refuse_over_mesh
-from narrowcast.distributed.transport.group import last_device, pair_with, peers_of
+from narrowcast.distributed.protocols.mesh import Mesh
+from narrowcast.distributed.transport.group import Group, group_for, last_device, pair_for
 from narrowcast.distributed.transport.lane import accepted
+from narrowcast.distributed.transport.work import Work
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 Refuse = Callable[[str, dict[str, Any], BaseException], None]
 """Tells the other ranks that this one refuses the call of that name with these arguments."""
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that torch.compile leaves alone: a break in the graph.
+
+    `torch.compiler.disable` says the same, but loads the compiler when a module that uses it is imported.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-any-return]
+        return function(*args, **kwargs)
+
+    return call
 
 
 def collective(function: Callable[P, T]) -> Callable[P, T]:
@@ -46,8 +62,6 @@ def _entered(function: Callable[P, T], refuse: Refuse) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(call)(*args, **kwargs)  # type: ignore[no-any-return]
         before = accepted()
         try:
             return function(*args, **kwargs)
@@ -57,21 +71,48 @@ def _entered(function: Callable[P, T], refuse: Refuse) -> Callable[P, T]:
                     refuse(name, {**dict(zip(positional, args, strict=False)), **kwargs}, error)
             raise
 
-    return call
+    return uncompiled(call)
+
+
+def mesh_of(mesh: DeviceMesh, device: torch.device) -> Mesh | None:
+    """The groups of a 2-D mesh (hosts x local); None where this rank is not in it."""
+    if mesh.get_coordinate() is None:
+        return None
+    between, within = (group_for(mesh.get_group(dim), device, "mesh") for dim in range(2))
+    return Mesh(within, between)
+
+
+def group_of_meshes(device: torch.device) -> Group:
+    """Whose lane all mesh collectives of this process share: they never race with others on the same groups."""
+    return group_for(c10d._get_default_group(), device, "mesh")
 
 
 def _refuse_to_group(op: str, given: dict[str, Any], error: BaseException) -> None:
     group = given.get("group")
     if isinstance(group, DeviceMesh):
-        refuse_over_mesh(group, _device(given, c10d._get_default_group()), error)
+        _refuse_to_mesh(group, _device(given, c10d._get_default_group()), error)
         return
-    members = arguments.group_of(group, op)
+    members = arguments.members(group, op)
     if members is not None and members.size() > 1:
-        peers_of(members, _device(given, members)).refuse(op, error)
+        group_for(members, _device(given, members)).refuse(op, error)
+
+
+def _refuse_to_mesh(given: DeviceMesh, device: torch.device, error: BaseException) -> None:
+    if given.ndim != 2 or given.size() == 1:
+        return
+    mesh = mesh_of(given, device)
+    if mesh is None:
+        return
+
+    def job() -> list[Tensor]:
+        mesh.give_up(error)
+        return []
+
+    group_of_meshes(device).lane.run_or_queue(Work("all_reduce", job))
 
 
 def _refuse_to_pair(op: str, given: dict[str, Any], error: BaseException) -> None:
-    members = arguments.group_of(given.get("group"), op)
+    members = arguments.members(given.get("group"), op)
     if members is None:
         return
     sends = op in ("send", "isend")
@@ -80,7 +121,7 @@ def _refuse_to_pair(op: str, given: dict[str, Any], error: BaseException) -> Non
     if peer != members.rank():
         ends = (members.rank(), peer) if sends else (peer, members.rank())
         tag = arguments.message_tag(given.get("tag", 0))
-        pair_with(members, _device(given, members), *ends, tag).refuse(op, error)
+        pair_for(members, _device(given, members), *ends, tag).refuse(op, error)
 
 
 def _device(given: dict[str, Any], group: dist.ProcessGroup) -> torch.device:

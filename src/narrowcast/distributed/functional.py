@@ -39,8 +39,8 @@ from narrowcast.codecs import checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments, collectives
 from narrowcast.distributed.collectives import SUM, AnyCodec
+from narrowcast.distributed.encoder import derive_seed
 from narrowcast.distributed.entry import collective
-from narrowcast.distributed.protocols.encoder import derive_seed
 from narrowcast.errors import CollectiveError, ShapeError
 
 _BACKWARD = 1
@@ -156,9 +156,9 @@ def all_to_all_single(
     backward_codec: AnyCodec | None = None,
     seed: int | None = None,
 ) -> Tensor:
-    """Split `tensor` along its first dimension, send a piece to each rank, and return what came, concatenated.
+    """Split `tensor` along its first dimension, send a part to each rank, and return what came, concatenated.
 
-    Without split sizes the pieces are equal. What a rank sends to itself is exact. Backward: the same, back.
+    Without split sizes the parts are equal. What a rank sends to itself is exact. Backward: the same, back.
     """
     members, back = _members(group, "all_to_all_single"), _back(codec, backward_codec, seed)
     _dimension(tensor, 0)
@@ -204,10 +204,10 @@ def _back(codec: AnyCodec, backward_codec: AnyCodec | None, seed: int | None) ->
 
 
 def _members(group: dist.ProcessGroup | None, op: str) -> dist.ProcessGroup:
-    found = arguments.group_of(group, op)
-    if found is None:
+    members = arguments.members(group, op)
+    if members is None:
         raise CollectiveError(f"{op}: this rank is not in the group, so there is no result. Call it on members only.")
-    return found
+    return members
 
 
 def _with_dimension(tensor: Tensor) -> Tensor:

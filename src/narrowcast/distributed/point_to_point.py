@@ -14,13 +14,12 @@ from torch import Tensor
 
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
+from narrowcast.distributed.collective import Collective, Operands, seed_for
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.entry import message
-from narrowcast.distributed.launch import Operands, launch
-from narrowcast.distributed.protocols.exchange import Exchange
 from narrowcast.distributed.transport.agreement import Call
-from narrowcast.distributed.transport.group import pair_with
-from narrowcast.distributed.transport.lane import Work
+from narrowcast.distributed.transport.group import pair_for
+from narrowcast.distributed.transport.work import Work
 from narrowcast.errors import ShapeError
 
 
@@ -65,11 +64,11 @@ def recv(
     codec: AnyCodec = "int8",
 ) -> int:
     """Receive from rank `src` into `tensor`, and return `src`: as in torch, -1 on a rank that is not in the group."""
-    found = arguments.group_of(group, "recv")
-    if found is None:
+    members = arguments.members(group, "recv")
+    if members is None:
         return -1
     _receive(tensor, src, group, tag, group_src, codec, "recv", False)
-    return src if group_src is None else dist.get_global_rank(found, group_src)  # type: ignore[return-value]
+    return src if group_src is None else dist.get_global_rank(members, group_src)  # type: ignore[return-value]
 
 
 @message
@@ -97,25 +96,26 @@ def _send(
     name: str,
     async_op: bool,
 ) -> Work | None:
-    found = arguments.group_of(group, name)
-    if found is None:
+    members = arguments.members(group, name)
+    if members is None:
         return None
     operands = Operands(tensor)
     source = operands.read(arguments.tensor(tensor, "tensor"))
-    peer = _other(arguments.one_of(dst, group_dst, found, "dst", "group_dst"), found, "dst")
+    peer = _other(arguments.one_of(dst, group_dst, members, "dst", "group_dst"), members, "dst")
     chosen = as_codec(codec)
-    pair = pair_with(found, source.device, found.rank(), peer, arguments.message_tag(tag))
+    pair = pair_for(members, source.device, members.rank(), peer, arguments.message_tag(tag))
     rows = chosen.as_rows(source)
 
-    def protocol(exchange: Exchange) -> None:
-        nbytes = exchange.coder.nbytes(rows)
-        data = exchange.coder.encode(rows, exchange.coder.take("outbox", nbytes), peer, tag)
-        sizes = [0 if rank == exchange.rank else nbytes for rank in range(2)]
-        exchange.open(lambda rank: data, sizes, [data[:0]] * 2)
+    def protocol(collective: Collective) -> None:
+        nbytes = collective.encoder.nbytes(rows)
+        data = collective.encoder.encode(rows, collective.encoder.take("outbox", nbytes), peer, tag)
+        sizes = [0 if rank == collective.rank else nbytes for rank in range(2)]
+        collective.swap(lambda rank: data, sizes, [data[:0]] * 2)
 
-    call = _message(chosen, source, found.rank(), peer, tag, found)
+    call = _message(chosen, source, members.rank(), peer, tag, members)
     plain = arguments.nbytes(source)
-    return launch(pair, call, protocol, operands, name=name, plain_bytes=plain, async_op=async_op, seed=seed)
+    collective = Collective(pair, call, protocol, name=name, plain_bytes=plain, seed=seed_for(chosen, seed))
+    return collective.launch(operands, async_op)
 
 
 def _receive(
@@ -128,26 +128,26 @@ def _receive(
     name: str,
     async_op: bool,
 ) -> Work | None:
-    found = arguments.group_of(group, name)
-    if found is None:
+    members = arguments.members(group, name)
+    if members is None:
         return None
     target = arguments.tensor(tensor, "tensor")
     if src is None and group_src is None:
         raise ShapeError(f"src=None: {name} with a codec needs to know the sender, which must agree on it. Pass src=.")
-    peer = _other(arguments.one_of(src, group_src, found, "src", "group_src"), found, "src")
+    peer = _other(arguments.one_of(src, group_src, members, "src", "group_src"), members, "src")
     chosen = as_codec(codec)
-    pair = pair_with(found, target.device, peer, found.rank(), arguments.message_tag(tag))
+    pair = pair_for(members, target.device, peer, members.rank(), arguments.message_tag(tag))
     operands = Operands(tensor)
     rows = chosen.as_rows(operands.write(target))
 
-    def protocol(exchange: Exchange) -> None:
-        data = exchange.coder.take("inbox", exchange.coder.nbytes(rows))
-        incoming = [data[:0] if rank == exchange.rank else data for rank in range(2)]
-        exchange.open(lambda rank: data, [0, 0], incoming)
-        exchange.coder.decode(data, rows)
+    def protocol(collective: Collective) -> None:
+        data = collective.encoder.take("inbox", collective.encoder.nbytes(rows))
+        incoming = [data[:0] if rank == collective.rank else data for rank in range(2)]
+        collective.swap(lambda rank: data, [0, 0], incoming)
+        collective.encoder.decode(data, rows)
 
-    call = _message(chosen, target, peer, found.rank(), tag, found)
-    return launch(pair, call, protocol, operands, name=name, plain_bytes=0, async_op=async_op, seed=0)
+    call = _message(chosen, target, peer, members.rank(), tag, members)
+    return Collective(pair, call, protocol, name=name).launch(operands, async_op)
 
 
 def _message(codec: Any, tensor: Tensor, source: int, target: int, tag: int, group: dist.ProcessGroup) -> Call:

@@ -1,14 +1,13 @@
 """Compressed gradients: from a trainer's buckets to the wire, and back.
 
 compress.py       compress_gradients, the one line that a training script adds
-compression.py    GradientCompression: what travels in what, and what is remembered from step to step
-options.py        its arguments; state.py: what it saves; telemetry.py: what it counts
-ddp.py            how DistributedDataParallel hands over its gradients
-buckets.py        a bucket of DDP through the two-stage reduction
-fsdp.py           how FSDP2 does, and fetches its parameters; fsdp_torch.py: what is known of its inside
-shards.py         the shards of a parameter group on their way
-columns.py        where gradients lie in the rows that are reduced
-feedback.py       error feedback: what a quantization lost is sent next
+compression.py    GradientCompression: which codec, what it costs, what is kept from step to step
+ddp.py, fsdp.py   how each trainer hands over its buckets; fsdp_groups.py, fsdp_steps.py: the inside of FSDP2
+reduction.py      the engine: one bucket through a reduction
+layout.py         where gradients lie in its chunks
+feedback.py       error feedback of one chunk; residuals.py: from step to step; outcome.py: whether a step counts
+gather.py         FSDP2's parameters to all ranks
+options.py        arguments; parameters.py: names and exemptions; state.py: state dicts; stats.py: what is counted
 """
 
 from narrowcast.distributed.gradients.compress import compress_gradients

@@ -1,8 +1,7 @@
-"""Compressed gradients: in what they travel, what it costs, and what is remembered from step to step.
+"""Compressed gradients: which codec they travel in, what that costs, and what is kept from step to step.
 
 `GradientCompression` belongs to one model on one rank. A step is one synchronization of gradients: with gradient
-accumulation, the one backward that is not under `no_sync`. `ddp.py` and `fsdp.py` know how a trainer hands over its
-gradients, bucket by bucket, and count the steps; here is what they share.
+accumulation, the one backward that is not under `no_sync`. ddp.py and fsdp.py hand over buckets and count the steps.
 
 What must hold: every rank ends with the same bits; the same model, codec and world size give the same numbers however
 gradients are spread over buckets; `state_dict` holds all that the next step depends on.
@@ -10,9 +9,9 @@ gradients are spread over buckets; `state_dict` holds all that the next step dep
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,36 +19,45 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowcast.codecs import Codec, checks
+from narrowcast.distributed.collective import Collective
 from narrowcast.distributed.collectives import AnyCodec
+from narrowcast.distributed.encoder import derive_seed, lossless
 from narrowcast.distributed.gradients import state as saved
-from narrowcast.distributed.gradients.columns import PieceLayout, worth_rows
-from narrowcast.distributed.gradients.feedback import Residuals
+from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.options import (
     Exempt,
     Mode,
     Schedule,
     codec_of,
     mode_of,
-    numbers,
     one_dimensional,
-    plain_name,
-    rule_of,
     schedule_of,
     scheduled,
     steps_of,
 )
 from narrowcast.distributed.gradients.outcome import Outcome
-from narrowcast.distributed.gradients.telemetry import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log, norm
-from narrowcast.distributed.launch import perform
+from narrowcast.distributed.gradients.parameters import Parameters
+from narrowcast.distributed.gradients.reduction import Bucket
+from narrowcast.distributed.gradients.residuals import Residuals
+from narrowcast.distributed.gradients.stats import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log, norm
 from narrowcast.distributed.planning.planner import Plan, choose_codec
-from narrowcast.distributed.protocols.encoder import derive_seed, lossless
-from narrowcast.distributed.protocols.exchange import Exchange
 from narrowcast.distributed.stats import span
 from narrowcast.distributed.transport.agreement import Call
-from narrowcast.distributed.transport.group import Peers, peers_of
+from narrowcast.distributed.transport.group import Group, group_for
 
 BUCKET = 25 * (1 << 20) // 4
 """Elements of a bucket, about, as DDP cuts them by default: what "auto" plans with."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How one bucket travels in one step."""
+
+    codec: Codec
+    layout: list[ChunkLayout]
+    stats: BucketStats
+    probe: Probe | None
+    step: int
 
 
 class GradientCompression:
@@ -94,14 +102,10 @@ class GradientCompression:
         """The DistributedDataParallel that hands over the gradients, where it is known and alive."""
         self._schedule = schedule_of(schedule)
         self.codec_at(self.warmup_steps)  # so that a wrong one raises now, not in backward, when DDP has its only hook
-        self._exempt = rule_of(exempt)
+        self.parameters = Parameters(model, exempt)
         self._seed = checks.seed(seed)
-        self._names: dict[int, str] = {}
-        self.exempts: dict[str, bool] = {}
-        self.numels: dict[str, int] = {}
-        self._named = model is not None
-        self.layouts: dict[object, list[PieceLayout]] = {}
-        """How buckets have been cut in pieces, by what ddp.py or fsdp.py knows them by."""
+        self.layouts: dict[object, list[ChunkLayout]] = {}
+        """How buckets are cut, by what ddp.py or fsdp.py knows them by."""
         self.residuals: Residuals | None = None
         self.make_residuals: Callable[[Mode, int, int], Residuals] = Residuals
         """Of a mode, so many ranks, and the number of this one."""
@@ -109,35 +113,32 @@ class GradientCompression:
         self._agreed = False
         self.counted, self.clock = GradientStats(), Clock()
         self._loaded: Mapping[str, Any] | None = None
-        if model is not None:
-            for name, parameter in model.named_parameters():
-                self._note(plain_name(name), parameter)
 
     # -- all ranks alike ----------------------------------------------------------------------------------------------
 
-    def agree(self, group: dist.ProcessGroup, like: Tensor) -> Peers:
-        """The peers, once all of them are known to be configured alike. `like` is a parameter, or a bucket."""
-        peers = peers_of(group, like.device, "gradients")
+    def agree(self, members: dist.ProcessGroup, like: Tensor) -> Group:
+        """The group, once all of its ranks are known to be configured alike. `like` is a parameter, or a bucket."""
+        group = group_for(members, like.device, "gradients")
         if not self._agreed:
-            self.meet(peers, like.dtype)
+            self.meet(group, like.dtype)
             if self._auto and not self._chosen:
-                self._choose(group, like)
+                self._choose(members, like)
             if self.error_feedback and self.residuals is None:
-                self.residuals = self.make_residuals(self.error_feedback, peers.size, peers.rank)
+                self.residuals = self.make_residuals(self.error_feedback, group.size, group.rank)
             if self._loaded is not None:
                 self._take_residuals(self._loaded)
             self._agreed = True
-        return peers
+        return group
 
-    def meet(self, peers: Peers, dtype: torch.dtype, more: str = "") -> None:
-        """Raise on every rank unless all are configured alike; in `more` words, too."""
-        call = Call("compress_gradients", self.codec or lossless(dtype), self._words() + more)
+    def meet(self, group: Group, dtype: torch.dtype, also: str = "") -> None:
+        """Raise on every rank unless all are configured alike; `also` is what else they must have in common."""
+        call = Call("compress_gradients", self.codec or lossless(dtype), self._words() + also)
 
         def job() -> list[Tensor]:
-            perform(peers, call, lambda exchange: exchange.agree(), name="gradients", plain_bytes=0, seed=0)
+            Collective(group, call, lambda collective: collective.agree(), name="gradients").run()
             return []
 
-        peers.lane.run("compress_gradients", job)
+        group.lane.run("compress_gradients", job)
 
     def check_alone(self) -> None:
         """Raise if there is one rank, and what was loaded is of one of several."""
@@ -146,7 +147,7 @@ class GradientCompression:
 
     def _choose(self, group: dist.ProcessGroup, like: Tensor) -> None:
         """What "auto" means here."""
-        total = sum(self.numels.values()) or like.numel()
+        total = sum(self.parameters.numels.values()) or like.numel()
         buckets = [min(BUCKET, total - start) for start in range(0, total, BUCKET)]
         self._use(*choose_codec(buckets, like.dtype, group, like.device, self._feedback))
 
@@ -158,13 +159,11 @@ class GradientCompression:
 
     def _words(self) -> str:
         """What every rank must have in common."""
-        known = sorted((name, self.numels[name], exempt) for name, exempt in self.exempts.items())
-        digest = hashlib.blake2b(repr(known).encode(), digest_size=4).hexdigest()
         schedule = ", schedule" if self._schedule else ""
         auto = "auto, " if self._auto else "" if self.codec else "none, "
         return (
             f"{auto}error_feedback={self.error_feedback}, warmup_steps={self.warmup_steps}{schedule}, "
-            f"step={self.step}, parameters={len(known)} exempt={sum(self.exempts.values())} #{digest}"
+            f"step={self.step}, {self.parameters}"
         )
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -189,70 +188,43 @@ class GradientCompression:
             self._outcome = Outcome()
         return self._outcome
 
-    def probe_for(self, found: BucketStats, step: int) -> Probe | None:
-        """A probe, where it is time for one."""
-        if found.codec is None or not (step % PROBE_EVERY == 0 or self.counted.unprobed(found)):
-            return None
-        return Probe()
+    def prepare(
+        self, bucket: Tensor, index: int, plain_bytes: int, lay_out: Callable[[bool], list[ChunkLayout]], step: int
+    ) -> Reduction:
+        """What a bucket of this step travels in. `lay_out(all_exempt)` says how it is cut."""
+        codec, reason = self.codec_at(step)
+        layout = lay_out(codec is None)
+        ranks = len(bucket) if bucket.dim() == 2 else 1  # exempt elements of a matrix are counted in columns
+        exempt = ranks * sum(chunk.exempt_numel for chunk in layout)
+        if exempt == bucket.numel() and codec is not None:
+            codec, reason = None, "nothing to compress"
+        stats = BucketStats(index, bucket.numel(), exempt, None if codec is None else codec.spec, reason, plain_bytes)
+        probed = codec is not None and (step % PROBE_EVERY == 0 or self.counted.unprobed(stats))
+        return Reduction(codec or lossless(bucket.dtype), layout, stats, Probe() if probed else None, step)
 
-    def perform(
-        self,
-        peers: Peers,
-        call: Call,
-        protocol: Callable[[Exchange], None],
-        found: BucketStats,
-        probe: Probe | None,
-        step: int,
-        outcome: Outcome,
-    ) -> None:
-        """Reduce a bucket here and now, and count what it costs."""
-
-        def counted(exchange: Exchange) -> None:
-            protocol(exchange)
-            found.sent_bytes = exchange.coder.meter.sent_bytes
-
+    def reduce(self, group: Group, reduction: Reduction, bucket: Bucket, words: str) -> None:
+        """Reduce a bucket here and now, in a job of the lane, and count what it costs."""
+        stats = reduction.stats
+        words = f"{words}, dtype={bucket.gradients.dtype}, numel={stats.numel}, exempt={stats.exempt}{bucket.words}"
+        call, seed = Call("gradients", reduction.codec, words), derive_seed(self._seed, reduction.step)
+        collective = Collective(group, call, bucket.reduce, name="gradients", plain_bytes=stats.plain_bytes, seed=seed)
         began = time.perf_counter()
         with span("narrowcast::gradients"):
-            seed = derive_seed(self._seed, step)
             try:
-                perform(peers, call, counted, name="gradients", plain_bytes=found.plain_bytes, seed=seed)
+                collective.run()
             except BaseException as error:
-                outcome.error = error
+                bucket.outcome.error = error
                 raise
+        stats.sent_bytes = collective.sent_bytes
         self.clock.worked(began)
-        self.counted.count(found, probe)
+        self.counted.count(stats, reduction.probe)
 
-    def count_idle(self, found: BucketStats) -> None:
+    def count_idle(self, index: int, numel: int, plain_bytes: int) -> None:
         """Count a bucket that torch reduces."""
-        found.reason, found.sent_bytes = "auto: none" if self._auto else "codec=None", found.plain_bytes
-        self.counted.count(found, None)
+        reason = "auto: none" if self._auto else "codec=None"
+        self.counted.count(BucketStats(index, numel, numel, None, reason, plain_bytes, plain_bytes), None)
 
-    def reduce(
-        self, buffer: Tensor, parameters: Sequence[Tensor], offsets: Sequence[int], index: int, last: bool
-    ) -> torch.futures.Future[Tensor]:
-        """Average a bucket over all ranks, in place, as DDP's hook does: a future of it."""
-        from narrowcast.distributed.gradients import ddp  # which knows this class
-
-        return ddp.reduce(self, buffer, parameters, offsets, index, last)
-
-    # -- parameters ---------------------------------------------------------------------------------------------------
-
-    def name_of(self, parameter: Tensor) -> str:
-        """The name of a parameter; one that is not of the model is numbered as it comes."""
-        if id(parameter) not in self._names:
-            self._note(f"parameter {len(self._names)}", parameter)
-        return self._names[id(parameter)]
-
-    def is_exempt(self, name: str, numel: int, ranks: int) -> bool:
-        """Whether a parameter travels without loss in whatever codec, among so many ranks."""
-        return self.exempts[name] or not worth_rows(numel, ranks)
-
-    def _note(self, name: str, parameter: Tensor) -> None:
-        self._names[id(parameter)] = name
-        self.numels[name] = numbers(parameter) * parameter.numel()
-        self.exempts[name] = bool(self._exempt(name, parameter))
-
-    # -- what is counted ----------------------------------------------------------------------------------------------
+    # -- statistics ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> GradientStats:
         """What this rank's steps have cost and lost so far."""
@@ -279,7 +251,7 @@ class GradientCompression:
         """Write `stats()` to a TensorBoard SummaryWriter."""
         log(self.stats(), writer, self.step if step is None else step, prefix)
 
-    # -- what is remembered -------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step of this rank depends on: numbers, strings and tensors. Every rank has its own."""
@@ -307,7 +279,7 @@ class GradientCompression:
         saved.check(state)
         codec = saved.codec_of(state) if self._auto else self.codec  # what was chosen then
         mode = mode_of(self._feedback, codec, self._schedule)
-        saved.check_fits(state, mode, self.residuals, self.numels if self._named else None)
+        saved.check_fits(state, mode, self.residuals, self.parameters.numels if self.parameters.named else None)
         if self._auto:
             self._use(codec, self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])
@@ -330,11 +302,3 @@ class GradientCompression:
     def _take_residuals(self, state: Mapping[str, Any]) -> None:
         saved.load_residuals(self.residuals, state)
         self._loaded = None
-
-
-def codec_for(found: BucketStats, codec: Codec | None, reason: str) -> Codec | None:
-    """The codec in which a bucket goes, noted in `found`, given that of the step, or none and why."""
-    if found.exempt == found.numel and codec is not None:
-        codec, reason = None, "nothing to compress"
-    found.codec, found.reason = None if codec is None else codec.spec, reason
-    return codec

@@ -1,6 +1,6 @@
 """How DistributedDataParallel hands over its gradients: a communication hook, which it calls bucket by bucket.
 
-The hook gives DDP a future of the averages at once, and backward goes on: the lane of the process group does the work
+The hook gives DDP a future of the averages at once, and backward goes on: the lane of the group does the work
 meanwhile. A step is over with the bucket that DDP calls the last one of a backward.
 """
 
@@ -15,18 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowcast.codecs import Codec
 from narrowcast.distributed import arguments
-from narrowcast.distributed.gradients.buckets import Bucket
-from narrowcast.distributed.gradients.columns import Entry, PieceLayout, check_cover, lay_out
-from narrowcast.distributed.gradients.compression import GradientCompression, codec_for
+from narrowcast.distributed.gradients.compression import GradientCompression, Reduction
+from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, check_cover, lay_out
 from narrowcast.distributed.gradients.options import numbers
-from narrowcast.distributed.gradients.telemetry import BucketStats
-from narrowcast.distributed.launch import start
-from narrowcast.distributed.protocols.encoder import lossless
-from narrowcast.distributed.transport.agreement import Call
-from narrowcast.distributed.transport.group import Peers, peers_of
-from narrowcast.distributed.transport.lane import Work
+from narrowcast.distributed.gradients.reduction import FlatBucket
+from narrowcast.distributed.transport.group import Group, group_for
 from narrowcast.errors import CollectiveError, DtypeError, SpecError
 
 
@@ -51,21 +45,123 @@ def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.
     try:
         _check(state, bucket)
     except Exception as error:
-        group = arguments.group_of(state.process_group, "compress_gradients")
-        if group is not None:
-            peers_of(group, buffer.device, "gradients").refuse("gradients", error)
+        members = arguments.members(state.process_group, "compress_gradients")
+        if members is not None:
+            group_for(members, buffer.device, "gradients").refuse("gradients", error)
         raise
     first, parameters = buffer.storage_offset(), bucket.parameters()
     offsets = [int(gradient.storage_offset() - first) for gradient in bucket.gradients()]
     # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
     offsets = [offset * numbers(p) for offset, p in zip(offsets, parameters, strict=True)]
-    return reduce(state, buffer, parameters, offsets, bucket.index(), bucket.is_last())
+    return average_bucket(state, buffer, parameters, offsets, bucket.index(), bucket.is_last())
+
+
+def average_bucket(
+    state: GradientCompression,
+    buffer: Tensor,
+    parameters: Sequence[Tensor],
+    offsets: Sequence[int],
+    index: int,
+    last: bool,
+) -> torch.futures.Future[Tensor]:
+    """Average a bucket over all ranks, in place: a future of it. Offsets are counted in elements of the buffer."""
+    members = arguments.members(state.process_group, "compress_gradients")
+    if members is None or members.size() == 1:
+        return _alone(state, buffer, last)
+    group = state.agree(members, buffer)
+    plain_bytes = 2 * arguments.nbytes(buffer) * (group.size - 1) // group.size  # what a ring sends
+    if state.idle:
+        return _as_torch_does(state, members, buffer, index, last, plain_bytes)
+
+    def cut(all_exempt: bool) -> list[ChunkLayout]:
+        return _layout(state, parameters, offsets, buffer.numel(), group, all_exempt)
+
+    with group.refusing("gradients"):
+        reduction = state.prepare(buffer, index, plain_bytes, cut, state.step)
+        outcome = state.outcome_of(index == 0)
+        bucket = FlatBucket(buffer, reduction.layout, state.residuals, outcome, reduction.probe)
+        future = _start(state, group, reduction, bucket, last)
+    if last:
+        state.clock.handed_over()
+        state.step += 1
+    return future
+
+
+def _start(
+    state: GradientCompression, group: Group, reduction: Reduction, bucket: FlatBucket, last: bool
+) -> torch.futures.Future[Tensor]:
+    index, outcome = reduction.stats.index, bucket.outcome
+    if index == 0:
+        state.clock.next_step()
+
+    def job() -> list[Tensor]:
+        if outcome.error is None:
+            # DDP waits for its buckets in order. An error is raised when the lane is done with all of them: DDP would
+            # otherwise fill buffers for the next step that the lane still writes to.
+            with contextlib.suppress(Exception):
+                state.reduce(group, reduction, bucket, f"bucket {index}")
+        else:
+            group.give_up("gradients", outcome.error)
+        if last and outcome.error is not None:
+            raise outcome.error
+        outcome.complete = last
+        return [bucket.gradients]
+
+    work = group.lane.start("gradients", job, [bucket.gradients], async_op=True)
+    assert work is not None
+    return work.get_future().then(_first)
+
+
+def _layout(
+    state: GradientCompression,
+    parameters: Sequence[Tensor],
+    offsets: Sequence[int],
+    total: int,
+    group: Group,
+    all_exempt: bool,
+) -> list[ChunkLayout]:
+    """How a bucket of `total` elements with these parameters is cut."""
+    key = (*map(id, parameters), *offsets, total, all_exempt)
+    if key not in state.layouts:
+        gradients = []
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            name, numel = state.parameters.name_of(parameter), numbers(parameter) * parameter.numel()
+            exempt = all_exempt or state.parameters.is_exempt(name, numel, group.size)
+            gradients.append(Gradient(name, offset, numel, exempt))
+        check_cover(gradients, total)
+        state.layouts[key] = lay_out(gradients, group.size, at_once=group.nccl)
+    return state.layouts[key]
+
+
+def _alone(state: GradientCompression, buffer: Tensor, last: bool) -> torch.futures.Future[Tensor]:
+    """The average of one rank."""
+    state.check_alone()
+    state.step += last
+    averaged: torch.futures.Future[Tensor] = torch.futures.Future()
+    averaged.set_result(buffer)
+    return averaged
+
+
+def _as_torch_does(
+    state: GradientCompression, members: dist.ProcessGroup, buffer: Tensor, index: int, last: bool, plain_bytes: int
+) -> torch.futures.Future[Tensor]:
+    """The average by torch's own all_reduce: what DDP does without a hook."""
+    state.count_idle(index, buffer.numel(), plain_bytes)
+    state.step += last
+    work = dist.all_reduce(buffer.div_(members.size()), group=members, async_op=True)
+    assert work is not None
+    averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
+    return averaged
+
+
+def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return done.value()[0]
 
 
 def _check(state: GradientCompression, bucket: dist.GradBucket) -> None:
     _check_join(state.trainer())
     if bucket.buffer().is_sparse:
-        name = ", ".join(state.name_of(parameter) for parameter in bucket.parameters())  # DDP puts it in alone
+        name = ", ".join(state.parameters.name_of(p) for p in bucket.parameters())  # DDP puts it in alone
         raise DtypeError(
             f"{name}: its gradient is sparse, and codecs take dense ones. Make the embedding with sparse=False."
         )
@@ -79,112 +175,3 @@ def _check_join(ddp: Any) -> None:
             "and DDP does not tell a communication hook how many have inputs left. Call model.join(), which divides by "
             "the number of all ranks."
         )
-
-
-def reduce(
-    state: GradientCompression,
-    buffer: Tensor,
-    parameters: Sequence[Tensor],
-    offsets: Sequence[int],
-    index: int,
-    last: bool,
-) -> torch.futures.Future[Tensor]:
-    """Average a bucket over all ranks, in place: a future of it. Offsets are counted in elements of the buffer."""
-    group = arguments.group_of(state.process_group, "compress_gradients")
-    if group is None or group.size() == 1:
-        return _alone(state, buffer, last)
-    peers = state.agree(group, buffer)
-    if state.idle:
-        return _as_torch_does(state, group, buffer, index, last)
-    with peers.refusing("gradients"):
-        codec, reason = state.codec_at(state.step)
-        pieces = _pieces(state, parameters, offsets, buffer.numel(), peers, codec is None)
-        found = BucketStats(index, buffer.numel(), sum(piece.exempt_numel for piece in pieces))
-        found.plain_bytes = _plain_bytes(buffer, peers.size)
-        codec = codec_for(found, codec, reason)
-        outcome = state.outcome_of(index == 0)
-        bucket = Bucket(buffer, pieces, state.residuals, outcome, state.probe_for(found, state.step))
-        work = _start(state, peers, bucket, found, codec, last)
-    if last:
-        state.clock.handed_over()
-        state.step += 1
-    return work.get_future().then(_first)
-
-
-def _alone(state: GradientCompression, buffer: Tensor, last: bool) -> torch.futures.Future[Tensor]:
-    """The average of one rank."""
-    state.check_alone()
-    state.step += last
-    averaged: torch.futures.Future[Tensor] = torch.futures.Future()
-    averaged.set_result(buffer)
-    return averaged
-
-
-def _as_torch_does(
-    state: GradientCompression, group: dist.ProcessGroup, buffer: Tensor, index: int, last: bool
-) -> torch.futures.Future[Tensor]:
-    """The average by torch's own all_reduce: what DDP does without a hook."""
-    found = BucketStats(index, buffer.numel(), buffer.numel())
-    found.plain_bytes = _plain_bytes(buffer, group.size())
-    state.count_idle(found)
-    state.step += last
-    work = dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True)
-    assert work is not None
-    averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
-    return averaged
-
-
-def _start(
-    state: GradientCompression, peers: Peers, bucket: Bucket, found: BucketStats, codec: Codec | None, last: bool
-) -> Work:
-    step, buffer, outcome = state.step, bucket.buffer, bucket.outcome
-    if found.index == 0:
-        state.clock.next_step()
-    words = f"bucket {found.index}, dtype={buffer.dtype}, numel={found.numel}, exempt={found.exempt}"
-    call = Call("gradients", lossless(buffer.dtype) if codec is None else codec, words)
-
-    def job() -> list[Tensor]:
-        if outcome.error is None:
-            # DDP waits for its buckets in order. An error is raised when the lane is done with all of them: DDP would
-            # otherwise fill buffers for the next step that the lane still writes to.
-            with contextlib.suppress(Exception):
-                state.perform(peers, call, bucket.reduce, found, bucket.probe, step, outcome)
-        else:
-            peers.give_up("gradients", outcome.error)
-        if last and outcome.error is not None:
-            raise outcome.error
-        outcome.complete = last
-        return [buffer]
-
-    work = start(peers, "gradients", job, [buffer], True)
-    assert work is not None
-    return work
-
-
-def _pieces(
-    state: GradientCompression,
-    parameters: Sequence[Tensor],
-    offsets: Sequence[int],
-    total: int,
-    peers: Peers,
-    all_exempt: bool,
-) -> list[PieceLayout]:
-    """The pieces of a bucket of `total` elements with these parameters."""
-    key = (*map(id, parameters), *offsets, total, all_exempt)
-    if key not in state.layouts:
-        entries = []
-        for parameter, offset in zip(parameters, offsets, strict=True):
-            name, numel = state.name_of(parameter), numbers(parameter) * parameter.numel()
-            entries.append(Entry(name, offset, numel, all_exempt or state.is_exempt(name, numel, peers.size)))
-        check_cover(entries, total)
-        state.layouts[key] = lay_out(entries, peers.size, at_once=peers.nccl)
-    return state.layouts[key]
-
-
-def _plain_bytes(buffer: Tensor, ranks: int) -> int:
-    """What a ring sends of it."""
-    return 2 * arguments.nbytes(buffer) * (ranks - 1) // ranks
-
-
-def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return future.value()[0]

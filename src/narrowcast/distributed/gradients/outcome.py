@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from narrowcast.codecs import codec as as_codec
-from narrowcast.distributed.launch import perform, start
+from narrowcast.distributed.collective import Collective, Operands
 from narrowcast.distributed.protocols import one_way
-from narrowcast.distributed.protocols.exchange import Exchange
 from narrowcast.distributed.transport.agreement import Call
-from narrowcast.distributed.transport.group import Peers
+from narrowcast.distributed.transport.group import Group
 
 
 class Outcome:
@@ -78,18 +77,14 @@ class Outcome:
         return self._finite and self.complete and self.error is None
 
 
-def share(outcome: Outcome, peers: Peers, step: int) -> None:
-    """Add the verdicts of all peers to that of this rank."""
-    mine = outcome.verdict(peers.device)
+def share(outcome: Outcome, group: Group, step: int) -> None:
+    """Add the verdicts of all ranks of a group to that of this rank."""
+    mine = outcome.verdict(group.device)
     call = Call("gradients, finite or not", as_codec("raw"), f"step={step}")
 
-    def protocol(exchange: Exchange) -> None:
-        rows = mine.expand(exchange.size, 1, 4).contiguous()  # four floats are a whole row of 16 bytes
-        one_way.all_gather(exchange, rows.unbind(), rows[exchange.rank])
+    def protocol(collective: Collective) -> None:
+        rows = mine.expand(collective.size, 1, 4).contiguous()  # four floats are a whole row of 16 bytes
+        one_way.all_gather(collective, rows.unbind(), rows[collective.rank])
         outcome.add(rows.sum())
 
-    def job() -> list[Tensor]:
-        perform(peers, call, protocol, name="gradients", plain_bytes=0, seed=0)
-        return []
-
-    start(peers, "gradients", job, [mine], False)
+    Collective(group, call, protocol, name="gradients").launch(Operands(mine), async_op=False)

@@ -1,4 +1,4 @@
-"""What a `GradientCompression` remembers, as it is saved: tensors and plain values, one state per rank."""
+"""What `GradientCompression.state_dict` holds: tensors and plain values, one state per rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from narrowcast.codecs import Codec
 from narrowcast.codecs.registry import codec_in_file
-from narrowcast.distributed.gradients.columns import chunks
-from narrowcast.distributed.gradients.feedback import Residuals
+from narrowcast.distributed.gradients.layout import sections_of
 from narrowcast.distributed.gradients.options import Mode, for_gradients
+from narrowcast.distributed.gradients.residuals import Residuals
 from narrowcast.errors import StateDictError
 
 VERSION = 1
@@ -27,9 +27,9 @@ def check(state: Mapping[str, Any]) -> None:
         )
     if state["version"] != VERSION:
         raise StateDictError(f"state: version {state['version']!r}, and this narrowcast knows {VERSION}. Update it.")
-    for name, kept in (*state["sender"].items(), *state["owner"].items()):
-        if not isinstance(kept, Tensor):
-            raise StateDictError(f"state: the residual of {name} is a {type(kept).__name__}, and must be a tensor.")
+    for name, residual in (*state["sender"].items(), *state["owner"].items()):
+        if not isinstance(residual, Tensor):
+            raise StateDictError(f"state: the residual of {name} is a {type(residual).__name__}, and must be a tensor.")
 
 
 def codec_of(state: Mapping[str, Any]) -> Codec | None:
@@ -57,13 +57,13 @@ def check_fits(
 def _strange(state: Mapping[str, Any], numels: Mapping[str, int]) -> set[str]:
     """Parameters with a residual that the model does not have, or has in another size."""
     sender, owner = state["sender"], state["owner"]
-    found = {name for name in (*sender, *owner) if name not in numels}
-    found |= {name for name, kept in sender.items() if kept.numel() != numels.get(name)}
-    for name in owner.keys() - found:
-        part = chunks(name, numels[name], state["ranks"])[0].part if state["ranks"] else 0
+    strange = {name for name in (*sender, *owner) if name not in numels}
+    strange |= {name for name, residual in sender.items() if residual.numel() != numels.get(name)}
+    for name in owner.keys() - strange:
+        part = sections_of(name, numels[name], state["ranks"])[0].part if state["ranks"] else 0
         if owner[name].numel() != max(0, min(part, numels[name] - state["rank"] * part)):
-            found.add(name)
-    return found
+            strange.add(name)
+    return strange
 
 
 def check_world(residuals: Residuals | None, state: Mapping[str, Any]) -> None:

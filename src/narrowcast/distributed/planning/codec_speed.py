@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowcast.codecs import Codec
 from narrowcast.distributed.planning.link import finish, slowest
-from narrowcast.distributed.transport.group import Peers
+from narrowcast.distributed.transport.group import Group
 
 WINDOW_S, TURNS = 0.005, 5
 """A window is longer than a scheduler lets one process have a core that another waits for, 3 or 4 ms."""
@@ -50,29 +50,29 @@ def measure_codecs(
     device: torch.device | str = "cpu",
     *,
     ranks: int = MOST_ROWS,
-    peers: Peers | None = None,
+    group: Group | None = None,
 ) -> dict[str, CodecSpeed]:
-    """The speed of each codec on `device`, by its spec; with `peers`, a collective whose result is the same on all."""
+    """The speed of each codec on `device`, by its spec; with `group`, a collective whose result is the same on all."""
     where = torch.device(device)
     x = torch.randn(
         _numel(where), dtype=torch.float32, device="cpu", generator=torch.Generator("cpu").manual_seed(0)
     ).to(where)
     out = torch.empty_like(x)
     runs = {codec.spec: _operations(codec, x, out, max(2, min(ranks, MOST_ROWS))) for codec in codecs}
-    if peers is not None:
-        slowest(peers, [0.0])  # all at once, as in a reduction
+    if group is not None:
+        slowest(group, [0.0])  # all at once, as in a reduction
     times: dict[str, list[list[float]]] = {spec: [] for spec in runs}
     for _ in range(TURNS):
         for spec, (operations, _) in runs.items():
             times[spec].append([_seconds(run, where) for run in operations])
-    found = [
+    measured = [
         [*(min(seconds) / len(x) for seconds in zip(*times[spec], strict=True)), noise]
         for spec, (_, noise) in runs.items()
     ]
-    if peers is not None:
-        agreed = slowest(peers, [value for values in found for value in values], f", codecs={','.join(runs)}")
-        found = [agreed[i * len(values) : (i + 1) * len(values)] for i, values in enumerate(found)]
-    return {spec: CodecSpeed(*values) for spec, values in zip(runs, found, strict=True)}
+    if group is not None:
+        agreed = slowest(group, [value for values in measured for value in values], f", codecs={','.join(runs)}")
+        measured = [agreed[i * len(values) : (i + 1) * len(values)] for i, values in enumerate(measured)]
+    return {spec: CodecSpeed(*values) for spec, values in zip(runs, measured, strict=True)}
 
 
 def _operations(codec: Codec, x: Tensor, out: Tensor, rows: int) -> tuple[list[Callable[[], object]], float]:

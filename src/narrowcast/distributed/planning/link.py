@@ -28,11 +28,10 @@ from torch import Tensor
 from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
-from narrowcast.distributed.launch import Operands, launch
+from narrowcast.distributed.collective import Collective, Operands
 from narrowcast.distributed.protocols import two_stage
-from narrowcast.distributed.protocols.exchange import Exchange
 from narrowcast.distributed.transport.agreement import Call
-from narrowcast.distributed.transport.group import Peers, peers_of
+from narrowcast.distributed.transport.group import Group, group_for
 from narrowcast.errors import CollectiveError
 
 ROUNDS = 3
@@ -102,68 +101,68 @@ def measure_link(
     must call it, as for any collective.
     """
     where = torch.device(device)
-    found = members(group, "measure_link")
-    peers = peers_of(found, where, purpose)
-    few = torch.zeros(FEW * peers.size, dtype=torch.float32, device=where)
-    trips = timed(peers, lambda: average(peers, few, as_codec("raw")), rounds=5, warm_up=True)
-    rate = _row_rate(peers)
-    hops = 2 * (peers.size - 1)
-    step = timed(peers, lambda: dist.all_reduce(few, group=found), rounds=5, warm_up=True) / hops
+    members = members_of(group, "measure_link")
+    ranks = group_for(members, where, purpose)
+    few = torch.zeros(FEW * ranks.size, dtype=torch.float32, device=where)
+    trips = timed(ranks, lambda: average(ranks, few, as_codec("raw")), rounds=5, warm_up=True)
+    rate = _row_rate(ranks)
+    hops = 2 * (ranks.size - 1)
+    step = timed(ranks, lambda: dist.all_reduce(few, group=members), rounds=5, warm_up=True) / hops
     nbytes = min(int(rate * STREAM_S / 2), MOST_BYTES)
     plain = torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=where)
-    ring = timed(peers, lambda: dist.all_reduce(plain, group=found))
+    ring = timed(ranks, lambda: dist.all_reduce(plain, group=members))
     through = max(ring - hops * step, ring / 2)  # the steps of a large ring overlap: they are no more than half of it
-    return Link(trips / 2, rate, step_s=step, ring_bytes_per_s=hops / peers.size * plain.nbytes / through)
+    return Link(trips / 2, rate, step_s=step, ring_bytes_per_s=hops / ranks.size * plain.nbytes / through)
 
 
-def members(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
+def members_of(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
     """The group meant, of two ranks or more, with this one among them."""
-    found = arguments.group_of(group, what)
-    if found is None:
+    members = arguments.members(group, what)
+    if members is None:
         raise CollectiveError(f"{what}: this rank is not in the group. Call it on the ranks of the group alone.")
-    if found.size() < 2:
+    if members.size() < 2:
         raise CollectiveError(f"{what}: a group of one rank has no link. It takes two ranks or more to measure one.")
-    return found
+    return members
 
 
-def slowest(peers: Peers, values: Sequence[float], about: str = "") -> list[float]:
+def slowest(group: Group, values: Sequence[float], about: str = "") -> list[float]:
     """The largest that any rank gave of each of `values`: the same bits on every rank. A collective.
 
     What the values are `about` must be the same on all ranks.
     """
-    mine = torch.tensor(values, dtype=torch.float64, device="cpu").view(torch.uint8).to(peers.device)
-    rows = torch.empty(peers.size, mine.numel(), dtype=torch.uint8, device=peers.device)
-    rows[peers.rank] = mine
+    mine = torch.tensor(values, dtype=torch.float64, device="cpu").view(torch.uint8).to(group.device)
+    rows = torch.empty(group.size, mine.numel(), dtype=torch.uint8, device=group.device)
+    rows[group.rank] = mine
 
-    def protocol(exchange: Exchange) -> None:
-        exchange.agree()
-        exchange.share(list(rows))
+    def protocol(collective: Collective) -> None:
+        collective.agree()
+        collective.share(list(rows))
 
-    _launch(peers, as_codec("raw"), f"values={len(values)}{about}", protocol, rows)
+    _launch(group, as_codec("raw"), f"values={len(values)}{about}", protocol, rows)
     largest: list[float] = rows.cpu().view(torch.float64).amax(0).tolist()
     return largest
 
 
-def timed(peers: Peers, run: Callable[[], object], *, rounds: int = ROUNDS, warm_up: bool = False) -> float:
+def timed(group: Group, run: Callable[[], object], *, rounds: int = ROUNDS, warm_up: bool = False) -> float:
     """The slowest rank's seconds of a collective, in the best round. Before each round, ranks meet."""
     times = []
     for turn in range(rounds + warm_up):
-        slowest(peers, [0.0])  # ranks that start together, to within a trip
+        slowest(group, [0.0])  # ranks that start together, to within a trip
         start = time.perf_counter()
         run()
-        finish(peers.device)
+        finish(group.device)
         if turn >= warm_up:
             times.append(time.perf_counter() - start)
-    return min(slowest(peers, times))
+    return min(slowest(group, times))
 
 
-def average(peers: Peers, flat: Tensor, codec: Codec) -> None:
+def average(group: Group, flat: Tensor, codec: Codec) -> None:
     """The two-stage reduction of `flat` [numel], on the wire that is measured."""
 
-    def protocol(exchange: Exchange) -> None:
-        two_stage.all_reduce(exchange, flat, exchange.size)
+    def protocol(collective: Collective) -> None:
+        two_stage.all_reduce(collective, flat, collective.size)
 
-    _launch(peers, codec, f"numel={flat.numel()}", protocol, flat)
+    _launch(group, codec, f"numel={flat.numel()}", protocol, flat)
 
 
 def finish(device: torch.device) -> None:
@@ -172,14 +171,14 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _row_rate(peers: Peers) -> float:
+def _row_rate(group: Group) -> float:
     """Bytes a second of rows from each rank to all others."""
     nbytes, rates = FIRST_BYTES, list[float]()
     while len(rates) < ROUNDS:
-        row = max(1, min(two_stage.ROW, nbytes // (peers.size - 1)))
-        count = max(1, nbytes // (row * (peers.size - 1)))
-        sent = count * row * (peers.size - 1)
-        seconds = slowest(peers, [_stream_s(peers, row, count)])[0]
+        row = max(1, min(two_stage.ROW_BYTES, nbytes // (group.size - 1)))
+        count = max(1, nbytes // (row * (group.size - 1)))
+        sent = count * row * (group.size - 1)
+        seconds = slowest(group, [_stream_s(group, row, count)])[0]
         if seconds >= STREAM_S / 2 or nbytes >= MOST_BYTES:
             rates.append(sent / seconds)
         else:
@@ -187,32 +186,32 @@ def _row_rate(peers: Peers) -> float:
     return max(rates)
 
 
-def _stream_s(peers: Peers, nbytes: int, count: int) -> float:
+def _stream_s(group: Group, nbytes: int, count: int) -> float:
     """Seconds for `count` rows of `nbytes` to each of the others, and as many from each."""
-    row = torch.zeros(nbytes, dtype=torch.uint8, device=peers.device)
-    inbox = torch.empty(2, peers.size, nbytes, dtype=torch.uint8, device=peers.device)
+    row = torch.zeros(nbytes, dtype=torch.uint8, device=group.device)
+    inbox = torch.empty(2, group.size, nbytes, dtype=torch.uint8, device=group.device)
     seconds = 0.0
 
-    def protocol(exchange: Exchange) -> None:
+    def protocol(collective: Collective) -> None:
         nonlocal seconds
-        exchange.agree()
+        collective.agree()
         start = time.perf_counter()
-        coming = [exchange.wire.expect(list(rows)) for rows in inbox[:count]]
+        coming = [collective.wire.expect(list(rows)) for rows in inbox[:count]]
         for i in range(count):
-            for peer in exchange.targets:
-                exchange.send(row, peer)
+            for peer in collective.targets:
+                collective.send(row, peer)
             for _ in coming[i]():
                 pass
             if i + 2 < count:
-                coming.append(exchange.wire.expect(list(inbox[i % 2])))
-        exchange.wire.flush()
-        finish(peers.device)
+                coming.append(collective.wire.expect(list(inbox[i % 2])))
+        collective.wire.flush()
+        finish(group.device)
         seconds = time.perf_counter() - start
 
-    _launch(peers, as_codec("raw"), f"row={nbytes}, count={count}", protocol, inbox)
+    _launch(group, as_codec("raw"), f"row={nbytes}, count={count}", protocol, inbox)
     return seconds
 
 
-def _launch(peers: Peers, codec: Codec, words: str, protocol: Callable[[Exchange], None], written: Tensor) -> None:
+def _launch(group: Group, codec: Codec, words: str, protocol: Callable[[Collective], None], written: Tensor) -> None:
     call = Call("measure_link", codec, words)
-    launch(peers, call, protocol, Operands(written), plain_bytes=0, async_op=False, seed=0)
+    Collective(group, call, protocol).launch(Operands(written), async_op=False)

@@ -35,14 +35,14 @@ import torch.distributed as dist
 from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
-from narrowcast.distributed.gradients import columns
+from narrowcast.distributed.gradients import layout
 from narrowcast.distributed.gradients.options import Mode, mode_of
 from narrowcast.distributed.planning.codec_speed import CodecSpeed, measure_codecs
-from narrowcast.distributed.planning.link import STREAM_S, Link, average, measure_link, members, slowest, timed
+from narrowcast.distributed.planning.link import STREAM_S, Link, average, measure_link, members_of, slowest, timed
 from narrowcast.distributed.protocols import two_stage
 from narrowcast.distributed.transport.agreement import header_bytes
-from narrowcast.distributed.transport.group import Peers, peers_of
-from narrowcast.distributed.transport.wire import EAGER
+from narrowcast.distributed.transport.gloo import EAGER
+from narrowcast.distributed.transport.group import Group, group_for
 from narrowcast.errors import SpecError
 
 NONE = "none"
@@ -84,9 +84,9 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; buckets as pairs of a size and how many have it."""
-        found = dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
         dtype = str(self.dtype).removeprefix("torch.")
-        return {**found, "buckets": [list(pair) for pair in Counter(self.buckets).items()], "dtype": dtype}
+        return {**values, "buckets": [list(pair) for pair in Counter(self.buckets).items()], "dtype": dtype}
 
     def __str__(self) -> str:
         head = f"{'codec':<12}{'MB sent':>12}{'wire s':>10}{'coding s':>10}{'total s':>10}{'x none':>8}"
@@ -148,8 +148,8 @@ def predict(
 def _traffic(numel: int, ranks: int, codec: Codec, eager: int, gradients: bool) -> tuple[int, int, int]:
     """Bytes that a rank sends, pieces, and trips that nothing hides."""
     if gradients:
-        pieces = columns.lay_out([columns.Entry("", 0, numel, False)], ranks, at_once=not eager)
-        parts = [piece.columns for piece in pieces]
+        chunks = layout.lay_out([layout.Gradient("", 0, numel, False)], ranks, at_once=not eager)
+        parts = [chunk.columns for chunk in chunks]
     else:
         parts = [two_stage.split(size, ranks)[0] for size in two_stage.cut(numel, ranks, codec, eager)]
     rows = [codec.row_bytes(part) for part in parts]
@@ -227,10 +227,10 @@ def decide(
     if ranks < 2:
         raise SpecError(f"ranks={ranks}: gradients travel between two ranks or more.")
     options: dict[str, Any] = {"gradients": gradients, "error_feedback": error_feedback, "eager": eager}
-    found = [predict_plain(buckets, ranks, link, dtype)]
-    found += [predict(buckets, ranks, link, as_codec(spec), speed, **options) for spec, speed in speeds.items()]
-    best, reason = choose(found, margin)
-    return Plan(best.codec, reason, tuple(found), link, ranks, tuple(buckets), dtype, margin)
+    predictions = [predict_plain(buckets, ranks, link, dtype)]
+    predictions += [predict(buckets, ranks, link, as_codec(spec), speed, **options) for spec, speed in speeds.items()]
+    best, reason = choose(predictions, margin)
+    return Plan(best.codec, reason, tuple(predictions), link, ranks, tuple(buckets), dtype, margin)
 
 
 def buckets_of(params: int, dtype: torch.dtype = torch.float32, megabytes: float = 25.0) -> list[int]:
@@ -255,20 +255,20 @@ def plan(
 ) -> Plan:
     """Measure the group's link and the candidates' speed, and choose. A collective, of two or three seconds."""
     where = torch.device(device)
-    found = members(group, "plan")
+    members = members_of(group, "plan")
     purpose = "gradients" if gradients else "collectives"
-    peers = peers_of(found, where, purpose)
+    meeting = group_for(members, where, purpose)
     given = candidates_for(dtype, error_feedback) if candidates is None else candidates
     codecs = [as_codec(each) for each in given if each != NONE]
-    ranks = peers.size
+    ranks = meeting.size
     wanted = ",".join(codec.spec for codec in codecs)
     about = f", codecs={wanted}, margin={margin}, error_feedback={error_feedback}, dtype={dtype}, buckets={[*buckets]}"
-    slowest(peers, [0.0], about)  # all ranks ask for the same plan
-    link = measure_link(found, where, dtype=dtype, purpose=purpose)
+    slowest(meeting, [0.0], about)  # all ranks ask for the same plan
+    link = measure_link(members, where, dtype=dtype, purpose=purpose)
     probe = codecs[-1] if codecs else as_codec("int8")
-    speeds = measure_codecs(dict.fromkeys([*codecs, probe]), where, ranks=ranks, peers=peers)
-    eager = 0 if peers.nccl else EAGER
-    link = _calibrated(link, peers, probe, speeds[probe.spec], max(buckets, default=1), eager)
+    speeds = measure_codecs(dict.fromkeys([*codecs, probe]), where, ranks=ranks, group=meeting)
+    eager = 0 if meeting.nccl else EAGER
+    link = _calibrated(link, meeting, probe, speeds[probe.spec], max(buckets, default=1), eager)
     speeds = {codec.spec: speeds[codec.spec] for codec in codecs}
     options: dict[str, Any] = {"dtype": dtype, "gradients": gradients, "error_feedback": error_feedback}
     return decide(buckets, ranks, link, speeds, margin=margin, eager=eager, **options)
@@ -285,19 +285,19 @@ def choose_codec(
 
     Without other ranks nothing travels, and there is no plan.
     """
-    found = arguments.group_of(group, "compress_gradients")
-    if found is None or found.size() < 2:
+    members = arguments.members(group, "compress_gradients")
+    if members is None or members.size() < 2:
         return None, None
-    made = plan(buckets, found, device, dtype=dtype, error_feedback=error_feedback)
-    return made.codec, made
+    chosen = plan(buckets, members, device, dtype=dtype, error_feedback=error_feedback)
+    return chosen.codec, chosen
 
 
-def _calibrated(link: Link, peers: Peers, codec: Codec, speed: CodecSpeed, largest: int, eager: int) -> Link:
+def _calibrated(link: Link, group: Group, codec: Codec, speed: CodecSpeed, largest: int, eager: int) -> Link:
     """The link, with its overlap and drag: found by a real reduction, where its time would tell."""
 
     def predicted(numel: int, overlap: float) -> float:
         there = dataclasses.replace(link, overlap=overlap)
-        return predict([numel], peers.size, there, codec, speed, eager=eager).seconds
+        return predict([numel], group.size, there, codec, speed, eager=eager).seconds
 
     numel = largest
     while numel > 1 and predicted(numel, 0.0) > STREAM_S:
@@ -306,8 +306,8 @@ def _calibrated(link: Link, peers: Peers, codec: Codec, speed: CodecSpeed, large
     if most <= 1.02 * least:  # one piece, or a wire that is far slower than coding: it makes no difference
         return link
     x = torch.randn(numel, dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(0)).to(
-        peers.device
+        group.device
     )
-    took = timed(peers, lambda: average(peers, x, codec), rounds=5, warm_up=True)
+    took = timed(group, lambda: average(group, x, codec), rounds=5, warm_up=True)
     overlap = min(max((most - took) / (most - least), 0.0), 1.0)
     return dataclasses.replace(link, overlap=overlap, drag=max(took / most, 1.0))

@@ -1,142 +1,186 @@
-"""A piece of a tensor on its way through a reduction, and the strips that it is made of.
+"""Chunks of a tensor through a reduction, several at a time.
 
-A `Strip` is a run of elements in one codec: a part for each rank, the part's owner, and the place for each part's sum.
-A piece carries one or several strips: one message takes all of its rows to a peer. `Parts` brings them to their owners.
-`Piece` brings the sums back, too: it goes through `expect`, `send_parts`, `add_up` and `collect`, in this order. The
-pieces of a tensor take turns (`two_stage.reduce`).
+A `Chunk` is what travels together: one message takes it to each peer. It is made of segments. A `Segment` is a run of
+elements in one codec: a part for each rank, its owner, and the place for each part's sum.
+
+A chunk goes through four steps, and the chunks of a tensor take turns (`run`), so that encoding, sending, summing and
+decoding overlap:
+
+    expect    say where the rows of the others go
+    send      encode each part for its owner, and send it
+    receive   sum the rows of this rank's own part; send the sum to everyone, or keep it
+    finish    decode the sums of the others
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from narrowcast.distributed.protocols.encoder import Coder
-from narrowcast.distributed.protocols.exchange import Exchange
+from narrowcast.distributed.collective import Collective
+from narrowcast.distributed.encoder import Encoder
 
 
-class Strip:
-    """Elements that are reduced in one codec: `parts[rank]` is that rank's own, and `results[rank]` takes its sum."""
+class Steps(Protocol):
+    """What goes through the pipeline."""
 
-    def __init__(self, coder: Coder, parts: Sequence[Tensor], results: Sequence[Tensor] | None = None, key: int = 0):
-        self.coder = coder
+    def open(self) -> None:
+        """Agree with all ranks: of the first chunk, before any other step. What is small may ride along."""
+
+    def expect(self) -> None: ...
+
+    def send(self) -> None: ...
+
+    def receive(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def run(chunks: Sequence[Steps]) -> None:
+    """Take chunks through all steps: while one is summed, the next is on the wire, and the sums of the last follow."""
+    chunks[0].open()
+    for chunk in chunks[:2]:
+        chunk.expect()
+    for i, chunk in enumerate(chunks):
+        chunk.send()
+        if i >= 1:
+            chunks[i - 1].receive()
+        if i >= 2:
+            chunks[i - 2].finish()
+        if i + 2 < len(chunks):
+            chunks[i + 2].expect()
+    chunks[-1].receive()
+    for chunk in chunks[-2:]:
+        chunk.finish()
+
+
+class Segment:
+    """Elements in one codec: `parts[rank]` is what that rank owns, and `sums[rank]` takes its sum."""
+
+    def __init__(
+        self, encoder: Encoder, parts: Sequence[Tensor], sums: Sequence[Tensor] | None = None, key: int | None = None
+    ) -> None:
+        self.encoder = encoder
         self.parts = parts
-        self.results = parts if results is None else results
-        self.key = key
-        """Tells strips apart where rounding is stochastic."""
-        self.sizes = [coder.codec.row_bytes(len(part)) for part in parts]
+        self.sums = parts if sums is None else sums
+        self.key = () if key is None else (key,)
+        """Tells the segments of one collective apart where rounding is stochastic."""
+        self.sizes = [encoder.codec.row_bytes(len(part)) for part in parts]
 
     def encode(self, rank: int, peer: int, out: Tensor) -> None:
         """Encode the part of `peer`, as `rank`, into the bytes `out`."""
-        self.coder.encode(self.parts[peer][None], out, rank, peer, self.key)
+        self.encoder.encode(self.parts[peer][None], out, rank, peer, *self.key)
 
     def sent(self) -> None:
-        """Every part has been encoded; the bytes are still where they were."""
+        """Called once every part is encoded, while the bytes are still there."""
 
-    def add_up(self, inbox: Tensor, rank: int, divisor: int, out: Tensor) -> None:
-        """Add up the rows of the part that `rank` owns into `out`, encoded, and its own result."""
-        self.coder.sum_encode(inbox, self.parts[rank], rank, divisor, out, rank, len(self.parts), self.key)
+    def decode_sum_encode(self, inbox: Tensor, rank: int, divisor: int, out: Tensor) -> None:
+        """Sum the rows of the part that `rank` owns into `out`, encoded, and into its place."""
+        own = self.parts[rank]
+        self.encoder.decode_sum_encode(inbox, own, rank, divisor, out, rank, len(self.parts), *self.key)
         self.decode(rank, out)
 
-    def add(self, inbox: Tensor, rank: int, divisor: int) -> None:
-        """Add up the rows of the part that `rank` owns into its result, which is not quantized."""
-        self.coder.sum(inbox, self.parts[rank], rank, divisor, self.results[rank])
+    def decode_sum(self, inbox: Tensor, rank: int, divisor: int) -> None:
+        """Sum the rows of the part that `rank` owns into its place. The sum is not quantized."""
+        self.encoder.decode_sum(inbox, self.parts[rank], rank, divisor, self.sums[rank])
 
     def decode(self, peer: int, data: Tensor) -> None:
-        """Take the encoded sum of the part that `peer` owns."""
-        self.coder.decode(data, self.results[peer][None])
+        """Decode the sum of the part that `peer` owns into its place."""
+        self.encoder.decode(data, self.sums[peer][None])
 
 
-class Parts:
-    """Strips whose parts go to their owners: one message takes all rows to a peer. `index` is the piece's number."""
+class Chunk:
+    """Segments that travel in one message to each peer. With `keep_sums`, each owner keeps its sum to itself."""
 
-    def __init__(self, exchange: Exchange, strips: Sequence[Strip], index: int) -> None:
-        self.exchange = exchange
-        self.strips = strips
-        self.rank = exchange.rank
-        self.sizes = [sum(strip.sizes[peer] for strip in strips) for peer in range(exchange.size)]
-        self.slot = index % exchange.wire.pieces
-        shape = exchange.size, self.sizes[self.rank]
-        self.inbox = exchange.coder.take(f"inbox {self.slot}", shape[0] * shape[1]).view(shape)
+    def __init__(
+        self, collective: Collective, segments: Sequence[Segment], index: int, divisor: int, *, keep_sums: bool = False
+    ) -> None:
+        self.collective = collective
+        self.segments = segments
+        self.rank = collective.rank
+        self.divisor = divisor
+        self.keep_sums = keep_sums
+        self.sizes = [sum(segment.sizes[peer] for segment in segments) for peer in range(collective.size)]
+        slot, take = index % collective.wire.chunks, collective.encoder.take
+        shape = collective.size, self.sizes[self.rank]
+        self._inbox = take(f"inbox {slot}", shape[0] * shape[1]).view(shape)
+        if not keep_sums:
+            self._sums = take(f"sums {slot}", sum(self.sizes)).split(self.sizes)
+        self._rides_along = index == 0 and max(self.sizes) <= collective.wire.eager
+        self._prepared = False
+        self._first_row: Tensor | None = None
 
-    def coming(self) -> list[Tensor]:
-        """Where the rows of the others go."""
-        return [row[:0] if peer == self.rank else row for peer, row in enumerate(self.inbox)]
-
-    def encode(self, peer: int) -> Tensor:
-        """The row for a peer."""
-        out = self.exchange.next_row(self.sizes[peer])
-        for strip, row in zip(self.strips, self.rows(out, peer), strict=True):
-            strip.encode(self.rank, peer, row)
-        return out
-
-    def send_parts(self) -> None:
-        """Each part to its owner."""
-        for peer in self.exchange.targets:
-            self.exchange.send(self.encode(peer), peer)
-        self.sent()
-
-    def sent(self) -> None:
-        """Every row has been encoded; the bytes are still where they were."""
-        for strip in self.strips:
-            strip.sent()
-
-    def rows(self, data: Tensor, peer: int) -> Sequence[Tensor]:
-        """What the strips have of the parts of `peer`: `data` is a row, or some [count, bytes]."""
-        return torch.split(data, [strip.sizes[peer] for strip in self.strips], -1)
-
-
-class Piece(Parts):
-    """What travels in one message to each peer, twice: parts to their owners, then sums to everyone."""
-
-    def __init__(self, exchange: Exchange, strips: Sequence[Strip], index: int, eager: bool = True) -> None:
-        super().__init__(exchange, strips, index)
-        # Small enough to go with the header.
-        self.along = eager and index == 0 and max(self.sizes) <= exchange.wire.eager
-        self.results = exchange.coder.take(f"results {self.slot}", sum(self.sizes)).split(self.sizes)
-        self._first: Tensor | None = None
+    def prepare(self) -> None:
+        """Bring the elements to where `Segment.encode` reads them. Nothing else may change: ranks may not agree yet."""
 
     def open(self) -> None:
-        """Agree with all ranks, and send the parts with the header where they are small enough."""
-        if self.along:
-            self.exchange.agree(lambda peer: self.encode(peer) if self.sizes[peer] else None, list(self.inbox))
+        if self._rides_along:
+            self._prepare_once()
+            self.collective.agree(lambda peer: self._encode(peer) if self.sizes[peer] else None, list(self._inbox))
         else:
-            self.exchange.agree(meanwhile=self._encode_first)
+            self.collective.agree(meanwhile=self._encode_first)
 
     def expect(self) -> None:
-        """Say where the rows of this piece go, in time for peers that are early."""
-        coming = [self.inbox[0, :0]] * self.exchange.size if self.along else self.coming()
-        self._parts_arrive = self.exchange.wire.expect(coming, 0)
-        self._results_arrive = self.exchange.wire.expect(self.results, 1)
+        nothing = self._inbox[0, :0]
+        mine = [nothing if peer == self.rank or self._rides_along else row for peer, row in enumerate(self._inbox)]
+        self._parts_arrive = self.collective.wire.expect(mine, 0)
+        if not self.keep_sums:
+            self._sums_arrive = self.collective.wire.expect(self._sums, 1)
 
-    def send_parts(self) -> None:
-        if self.along:
-            self.sent()
-        else:
-            super().send_parts()
+    def send(self) -> None:
+        if not self._rides_along:
+            self._prepare_once()
+            for peer in self.collective.targets:
+                row, self._first_row = self._first_row, None  # encoded while ranks agreed
+                self.collective.send(self._encode(peer) if row is None else row, peer)
+        for segment in self.segments:
+            segment.sent()
 
-    def add_up(self, divisor: int) -> None:
-        """Add up the rows of this rank's own part, and send the sum to all."""
+    def receive(self) -> None:
         for _ in self._parts_arrive():
             pass
-        mine = self.results[self.rank]
-        received, sums = self.rows(self.inbox, self.rank), self.rows(mine, self.rank)
-        for strip, rows, out in zip(self.strips, received, sums, strict=True):
+        received = self._rows(self._inbox, self.rank)
+        if self.keep_sums:
+            for segment, rows in zip(self.segments, received, strict=True):
+                segment.decode_sum(rows, self.rank, self.divisor)
+            return
+        mine = self._sums[self.rank]
+        for segment, rows, out in zip(self.segments, received, self._rows(mine, self.rank), strict=True):
             if len(out):
-                strip.add_up(rows, self.rank, divisor, out)
-        self.exchange.send_to_all(mine, stage=1)
+                segment.decode_sum_encode(rows, self.rank, self.divisor, out)
+        self.collective.send_to_all(mine, stage=1)
 
-    def collect(self) -> None:
-        """Decode the sums of the others."""
-        for peer in self._results_arrive():
-            for strip, row in zip(self.strips, self.rows(self.results[peer], peer), strict=True):
-                strip.decode(peer, row)
+    def finish(self) -> None:
+        if not self.keep_sums:
+            for peer in self._sums_arrive():
+                for segment, row in zip(self.segments, self._rows(self._sums[peer], peer), strict=True):
+                    segment.decode(peer, row)
 
-    def encode(self, peer: int) -> Tensor:
-        row, self._first = self._first, None  # made while ranks agreed
-        return super().encode(peer) if row is None else row
+    def _prepare_once(self) -> None:
+        if not self._prepared:
+            self.prepare()
+            self._prepared = True
 
     def _encode_first(self) -> None:
-        self._first = super().encode(self.exchange.targets[0])
+        self._prepare_once()
+        self._first_row = self._encode(self.collective.targets[0])
+
+    def _encode(self, peer: int) -> Tensor:
+        """The row for a peer."""
+        out = self.collective.next_row(self.sizes[peer])
+        for segment, row in zip(self.segments, self._rows(out, peer), strict=True):
+            segment.encode(self.rank, peer, row)
+        return out
+
+    def _rows(self, data: Tensor, peer: int) -> Sequence[Tensor]:
+        """What each segment has of the part of `peer`: `data` is a row, or several [count, bytes]."""
+        return torch.split(data, [segment.sizes[peer] for segment in self.segments], -1)
+
+
+def reduce(collective: Collective, chunks: Sequence[Chunk]) -> None:
+    """Reduce a tensor that is cut into these chunks."""
+    collective.reserve(max(max(chunk.sizes) for chunk in chunks))
+    run(chunks)

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from narrowcast.codecs import Codec
-from narrowcast.distributed.protocols.exchange import Exchange
-from narrowcast.distributed.protocols.pipeline import Piece, Strip
+from narrowcast.distributed.collective import Collective
+from narrowcast.distributed.protocols.pipeline import Chunk, Segment, reduce
 
 UNIT = 128
 """Parts start at multiples of so many elements: whole blocks of the usual codecs, and aligned rows."""
 
-ROW = 768 * 1024
-"""A piece is as large as makes its rows take about so many bytes. Smaller ones overlap better on a slow link, larger
+ROW_BYTES = 768 * 1024
+"""A chunk is as large as makes its rows take about so many bytes. Smaller ones overlap better on a slow link, larger
 ones cost fewer thread switches on a fast one (bench/wire.py). It decides who owns an element, and so the last bits
 of a sum: it must not depend on anything that may differ between two runs."""
 
@@ -36,60 +36,29 @@ def split(numel: int, ranks: int) -> list[int]:
 
 
 def cut(numel: int, ranks: int, codec: Codec, eager: int) -> list[int]:
-    """How many elements the pieces have in which a tensor is reduced.
+    """How many elements the chunks have in which a tensor is reduced.
 
     The first one of a large tensor is small enough to go with the header, and keeps the link busy while ranks agree.
     """
     part = split(numel, ranks)[0]
     row_bytes = codec.row_bytes(part)
-    if row_bytes <= ROW or not eager:
+    if row_bytes <= ROW_BYTES or not eager:
         return [numel]
     unit = UNIT * ranks
     first = part * (eager - 256) // row_bytes // UNIT * unit  # less a little, for the padding of rows
-    each = -(-(numel - first) // (-(-row_bytes // ROW) * unit)) * unit
+    each = -(-(numel - first) // (-(-row_bytes // ROW_BYTES) * unit)) * unit
     return [first, *(min(each, numel - start) for start in range(first, numel, each))]
 
 
-def all_reduce(exchange: Exchange, flat: Tensor, divisor: int) -> None:
+def all_reduce(collective: Collective, flat: Tensor, divisor: int) -> None:
     """Sum `flat` [numel] over all ranks, in place."""
-    sizes = cut(len(flat), exchange.size, exchange.coder.codec, exchange.wire.eager)
-    parts = [piece.split(split(len(piece), exchange.size)) for piece in flat.split(sizes)]
-    pieces = [Piece(exchange, [Strip(exchange.coder, part, key=i)], i) for i, part in enumerate(parts)]
-    exchange.reserve(max(max(piece.sizes) for piece in pieces))
-    pieces[0].open()
-    reduce(exchange, pieces, divisor)
+    sizes = cut(len(flat), collective.size, collective.call.codec, collective.wire.eager)
+    parts = [chunk.split(split(len(chunk), collective.size)) for chunk in flat.split(sizes)]
+    segments = [Segment(collective.encoder, part, key=i) for i, part in enumerate(parts)]
+    reduce(collective, [Chunk(collective, [segment], i, divisor) for i, segment in enumerate(segments)])
 
 
-def reduce(exchange: Exchange, pieces: Sequence[Piece], divisor: int) -> None:
-    """Take pieces from parts to sums, once ranks agree.
-
-    While one is added up, the next is on the wire, and the sums of the last one follow.
-    """
-    for piece in pieces[:2]:
-        piece.expect()
-    for i, piece in enumerate(pieces):
-        piece.send_parts()
-        if i >= 1:
-            pieces[i - 1].add_up(divisor)
-        if i >= 2:
-            pieces[i - 2].collect()
-        if i + 2 < len(pieces):
-            pieces[i + 2].expect()
-    pieces[-1].add_up(divisor)
-    for piece in pieces[-2:]:
-        piece.collect()
-    exchange.wire.flush()
-
-
-def reduce_scatter(exchange: Exchange, parts: Sequence[Tensor], output: Tensor, divisor: int) -> None:
+def reduce_scatter(collective: Collective, parts: Sequence[Tensor], output: Tensor, divisor: int) -> None:
     """Sum part `rank` of every rank's `parts` (flat, one per rank) into `output` (flat)."""
-    coder, size, rank = exchange.coder, exchange.size, exchange.rank
-    sizes = [coder.codec.row_bytes(len(part)) for part in parts]
-    inbox = coder.take("inbox", size * sizes[rank]).view(size, sizes[rank])
-    exchange.reserve(max(sizes))
-
-    def outgoing(peer: int) -> Tensor:
-        return coder.encode(parts[peer][None], exchange.next_row(sizes[peer]), rank, peer)
-
-    exchange.open(outgoing, sizes, [row if peer != rank else row[:0] for peer, row in enumerate(inbox)])
-    coder.sum(inbox, parts[rank], rank, divisor, output)
+    segment = Segment(collective.encoder, parts, [output] * collective.size)
+    reduce(collective, [Chunk(collective, [segment], 0, divisor, keep_sums=True)])

@@ -1,8 +1,8 @@
 """Memory that a lane uses again for each of its collectives.
 
 New memory costs a page fault every 4 KB, several times the cost of encoding into it. A lane runs one collective at a
-time, so that each of its buffers can serve them all. What is large beyond `KEEP` bytes in all is given back after the
-call.
+time, so each buffer can serve all of them. When buffers hold more than `KEEP` bytes in all, they are given back after
+the call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 KEEP = 256 << 20
 
 
-class Arena:
+class Buffers:
     """Named buffers of bytes that grow as needed."""
 
     def __init__(self) -> None:
@@ -22,16 +22,16 @@ class Arena:
     def take(self, name: str, nbytes: int, device: torch.device, *, pinned: bool = False) -> Tensor:
         """`nbytes` of uninitialised memory. The same name shares its memory."""
         key = name, device
-        found = self._buffers.get(key)
-        if found is None or found.numel() < nbytes:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < nbytes:
             self._buffers.pop(key, None)
             with torch.inference_mode(False):  # it outlives the call
-                found = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-            self._buffers[key] = found
-        return found[:nbytes]
+                buffer = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+            self._buffers[key] = buffer
+        return buffer[:nbytes]
 
     def trim(self) -> bool:
-        """Give back what is large, once a collective is over; whether it was."""
+        """Give buffers back where they are large; whether they were."""
         large = sum(buffer.numel() for buffer in self._buffers.values()) > KEEP
         if large:
             self.clear()

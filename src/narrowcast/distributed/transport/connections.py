@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from narrowcast.distributed.transport.failures import Board, Failure
-from narrowcast.distributed.transport.gloo import LAST_WORDS_BYTES, Gloo
-from narrowcast.distributed.transport.message import WireError, brief
-from narrowcast.distributed.transport.wire import Wire
+from narrowcast.distributed.transport.gloo_connections import LAST_WORDS_BYTES, Gloo
+from narrowcast.distributed.transport.gloo_messages import brief
+from narrowcast.distributed.transport.wire import Wire, WireError
 from narrowcast.errors import CollectiveError
 
 
@@ -80,12 +80,10 @@ class Connections:
         if failure is not None and (failure.kind == "gone" or failure.covers(tag, number)):
             raise failure.error(op, self.timeout) from cause
 
-    def failed_elsewhere(self, op: str, cause: BaseException) -> CollectiveError:
+    def failed_elsewhere(self, op: str) -> CollectiveError:
         """The error of a call whose rows were on their way when another one failed."""
         assert self._failure is not None
-        error = self._failure.error(op, self.timeout)
-        error.__cause__ = cause
-        return error
+        return self._failure.error(op, self.timeout)
 
     def connected(self, generation: int) -> Gloo:
         """The connections of a generation, made by the first who asks."""

@@ -1,79 +1,168 @@
-"""One generation of connections between the ranks of a group, over gloo: what the wires on it share.
+"""Rows in host memory, over gloo.
 
-It is a process group of narrowcast's own, made from the store of the caller's group. Several wires may use it at once,
-each with tags of its own. When a rank gives it up, it says why in a last message, for which every rank has been
-listening since it was made, and breaks the connections, so that every peer that waits for it learns of it.
+Receives have room for a header and an eager row: gloo lets a message be shorter than its receive, and aborts the
+process on one that is longer, which is why ranks agree on sizes first.
+
+A rank sends to rank+1 first, then to rank+2 and so on, so that at any time ranks send to different ones. At most
+`ROUNDS` rows to each peer are under way, and none waits for a receive: a link stays busy while its rank encodes, sums
+or decodes. bench/wire.py compares it with gloo's own collectives.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast.distributed.transport import agreement
-from narrowcast.distributed.transport.message import Message, WireError
+from narrowcast.distributed.transport.gloo_connections import Gloo
+from narrowcast.distributed.transport.gloo_messages import Message, Watch
+from narrowcast.distributed.transport.wire import WireError
+from narrowcast.errors import MismatchError
 
-LAST_WORDS_BYTES = 2048
-_LAST_WORDS, _NEVER_SENT = 1, 2  # tags; 0 and those from 3 on belong to wires
+EAGER = 128 * 1024
+"""Rows of up to so many bytes travel with the header. Of 64, 128 and 256 KB, tried on 32 MB at 1 Gbit/s with
+bench/wire.py, 128 was best by 1 to 4%, which is hardly more than the noise."""
+
+SHORT = 14_000
+"""Messages of up to so many bytes, ten packets, leave at once on a connection that is idle: one has come whole, or not
+begun. Longer rows have a tail (message.py). A thread that waits for them instead took eight ranks on two cores a fifth
+of the time of an all_reduce."""
+
+ROUNDS = 3
+"""To each peer, so many rows may be on their way."""
+
+_HEADERS, _ROWS = 0, 3
+"""The tags of a wire that has the connections to itself. Those of stage s are `_ROWS + s`."""
+
+_FIRST_SHARED = 8
+"""From here on, a message's tag takes two of gloo's, which are 31-bit numbers (arguments.MOST_TAG)."""
 
 
-class _User(Protocol):
-    def give_up(self, error: WireError) -> None: ...
+class GlooWire:
+    """`Wire` for rows in host memory.
 
+    A `tag` sets its messages apart from those of other wires on the same connections. A wire with a tag comes and goes:
+    it posts no receives for the headers of a next call.
+    """
 
-class Gloo:
-    """The connections of one rank with all others of its group."""
+    chunks = 4
+    eager = EAGER
 
-    def __init__(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, connect_within: timedelta
-    ) -> None:
-        self.rank = rank
-        self.ranks = ranks
-        self.size = len(ranks)
-        self.timeout = timeout
-        self.targets = [(rank + i) % self.size for i in range(1, self.size)]
-        self.sources = [(rank - i) % self.size for i in range(1, self.size)]
-        self._group: Any = dist.ProcessGroupGloo(store, rank, self.size, connect_within)
-        self._users: weakref.WeakSet[_User] = weakref.WeakSet()
+    def __init__(self, gloo: Gloo, tag: int | None = None) -> None:
+        self.gloo = gloo
+        self.rank = gloo.rank
+        self.size = gloo.size
+        self.agreed = False
+        self._ahead = tag is None
+        self._tags = (_HEADERS, _ROWS) if tag is None else (_FIRST_SHARED + 2 * tag, _FIRST_SHARED + 2 * tag + 1)
+        self._length = agreement.header_bytes(self.size)
         with torch.inference_mode(False):  # it outlives the call
-            self._heard = torch.zeros(self.size, LAST_WORDS_BYTES, dtype=torch.uint8, device="cpu")
-        self._listening = [self.receive(self._heard[peer], peer, _LAST_WORDS) for peer in self.sources]
+            self._slots = torch.empty(2, self.size, self._length + EAGER, dtype=torch.uint8, device="cpu")
+        self._headers: list[Message] = []
+        self._window = ROUNDS * (self.size - 1)
+        self.turns = self._window + 1
+        self._going = Watch("narrowcast going", gloo.look)
+        self._coming = Watch("narrowcast coming", gloo.look)
+        gloo.used_by(self)
 
-    def send(self, row: Tensor, peer: int, tag: int, tail: bool = False) -> Message:
-        return Message(self._group.send, row, peer, tag, self.timeout, tail)
+    def agree(
+        self,
+        header: Tensor,
+        eager: Callable[[int], Tensor | None],
+        incoming: Sequence[Tensor],
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.agreed = False
+        self._going.wait()  # the headers of the last call lie where those of this one are to be
+        outgoing, came = self._slots
+        receives, self._headers = self._headers or self._expect_headers(), []
+        outgoing[:, : self._length] = header
+        for peer in self.gloo.targets:
+            row = eager(peer)
+            total = self._length
+            if row is not None:
+                total += len(row)
+                outgoing[peer, self._length : total] = row
+            self._going.add(self._send(outgoing[peer, :total], peer, _HEADERS))
+        meanwhile()
+        for message in receives:
+            if self._length + len(incoming[message.peer]) <= SHORT or len(incoming[message.peer]) > EAGER:
+                message.wait()
+            else:
+                self._coming.add(message)
+                self._coming.wait()
+        came[self.rank, : self._length] = header
+        headers = came[:, : self._length].numpy().copy()
+        for peer in self.gloo.sources:
+            row = incoming[peer]
+            if 0 < len(row) <= EAGER:
+                row.copy_(came[peer, self._length : self._length + len(row)])
+        # Those of the next call: a peer that is early need not ask first. One that has all it needs may have left; if
+        # there is a next call, that one says so.
+        if self._ahead:
+            with contextlib.suppress(WireError):
+                self._headers = self._expect_headers()
+        try:
+            agreement.check(headers, self.gloo.ranks)
+        except MismatchError:
+            self.flush()  # the others are to read the same, even if this process ends with it
+            raise
+        self.agreed = True
 
-    def receive(self, row: Tensor, peer: int, tag: int, tail: bool = False) -> Message:
-        return Message(self._group.recv, row, peer, tag, self.timeout, tail)
+    def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
+        receives = [self._receive(incoming[peer], peer, _ROWS + stage) for peer in self.gloo.sources]
 
-    def look(self, peer: int) -> None:
-        """Raise where the connection to a peer is gone: gloo starts no receive there."""
-        self.receive(torch.empty(1, dtype=torch.uint8, device="cpu"), peer, _NEVER_SENT)
+        def arrivals() -> Iterator[int]:
+            if any(len(row) for row in incoming):
+                self._going.begin()
+            for receive in receives:
+                receive.wait()
+                yield receive.peer
 
-    def used_by(self, user: _User) -> None:
-        """Note a wire, whose waits are to end when the connections are given up."""
-        self._users.add(user)
+        return arrivals
+
+    def send(self, row: Tensor, peers: Sequence[int], stage: int = 0) -> None:
+        for peer in peers:
+            self._going.wait(self._window - 1)
+            self._going.add(self._send(row, peer, _ROWS + stage))
+
+    def flush(self) -> None:
+        self._going.wait()
+
+    def trim(self) -> None:
+        pass
 
     def close(self, last_words: bytes = b"") -> None:
-        """Say why, and break every connection."""
-        words = torch.zeros(LAST_WORDS_BYTES, dtype=torch.uint8, device="cpu")
-        if last_words:
-            words[: len(last_words)] = agreement.as_tensor(last_words)
-        for peer in self.targets:
-            with contextlib.suppress(WireError):  # it may be the one that is gone
-                self.send(words, peer, _LAST_WORDS)
-        for peer in self.sources:  # a wait that runs into its time limit breaks all of them
-            with contextlib.suppress(WireError):
-                self.receive(words[:1], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
-        for user in list(self._users):
-            user.give_up(WireError(self.rank, "the connections were closed", "gone"))
+        self.gloo.close(last_words)
 
     def last_words(self, peer: int) -> bytes:
-        """The reason that a peer gave when it broke the connections; nothing from one that gave none."""
-        return self._heard[peer].numpy().tobytes().rstrip(b"\0")
+        return self.gloo.last_words(peer)
+
+    def give_up(self, error: WireError) -> None:
+        """Let whoever waits for a message raise, in whatever thread it is."""
+        for watch in (self._going, self._coming):
+            watch.give_up(error)
+
+    def retire(self) -> None:
+        for watch in (self._going, self._coming):
+            watch.close()
+
+    def _expect_headers(self) -> list[Message]:
+        return [self._receive(self._slots[1, peer], peer, _HEADERS) for peer in self.gloo.sources]
+
+    def _send(self, row: Tensor, peer: int, kind: int) -> Message:
+        return self.gloo.send(row, peer, self._tag(kind), _has_tail(row, kind))
+
+    def _receive(self, row: Tensor, peer: int, kind: int) -> Message:
+        return self.gloo.receive(row, peer, self._tag(kind), _has_tail(row, kind))
+
+    def _tag(self, kind: int) -> int:
+        headers, rows = self._tags
+        return headers if kind == _HEADERS else rows + kind - _ROWS
+
+
+def _has_tail(row: Tensor, kind: int) -> bool:
+    return kind >= _ROWS and row.numel() > SHORT

@@ -1,16 +1,15 @@
-"""The ranks of a process group, as narrowcast meets them: calls in one order, in a lane, over a wire of their own.
+"""The ranks of a process group and their private connections: calls in one order, in a lane, over a wire.
 
-The wire runs on private connections (connections.py), so the caller's collectives and narrowcast's never race. Every
+The connections (connections.py) are private, so that the caller's collectives and narrowcast's never race. Every
 purpose (collectives, gradients, a mesh) has connections of its own, and so its own order of calls. Messages between two
-ranks have one order for each tag, and share the connections of their direction; NCCL, which knows no tags, takes those
-of all tags in one order.
+ranks have one order for each tag, and share the connections of their direction. NCCL knows no tags: there, messages of
+all tags are in one order.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import threading
 import weakref
@@ -21,12 +20,15 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from narrowcast.distributed.transport.buffers import Arena
+from narrowcast.distributed.transport.buffers import Buffers
 from narrowcast.distributed.transport.connections import Connections
 from narrowcast.distributed.transport.failures import Failure
-from narrowcast.distributed.transport.lane import Lane, Work, accepted
-from narrowcast.distributed.transport.message import WireError
-from narrowcast.distributed.transport.wire import HostWire, Wire
+from narrowcast.distributed.transport.gloo import GlooWire
+from narrowcast.distributed.transport.lane import Lane, accepted
+from narrowcast.distributed.transport.nccl import NcclWire
+from narrowcast.distributed.transport.staged import StagedWire
+from narrowcast.distributed.transport.wire import Wire, WireError
+from narrowcast.distributed.transport.work import Work
 from narrowcast.errors import MismatchError
 
 T = TypeVar("T")
@@ -34,12 +36,12 @@ T = TypeVar("T")
 RECENT_TAGS = 8
 """So many orders of messages keep their wire and buffers while nothing is on its way in them."""
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Peers | Pair]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Group | Pair]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-class Peers:
-    """What this process shares with the other ranks of a group, for calls in one order."""
+class Group:
+    """The ranks of a group, for calls in one order."""
 
     def __init__(self, connections: Connections, tag: int | None = None) -> None:
         self.connections = connections
@@ -48,8 +50,8 @@ class Peers:
         self.nccl = connections.nccl
         self.rank = connections.rank
         self.ranks = connections.ranks
-        self.lane = Lane(f"narrowcast {self.name}")
-        self.arena = Arena()
+        self.lane = Lane(f"narrowcast {self.name}", self.device, host_waits=not self.nccl)
+        self.buffers = Buffers()
         self._shared, self._tag = tag is not None, tag or 0
         self._wire: Wire | None = None
         self._generation = 0
@@ -59,20 +61,17 @@ class Peers:
     def size(self) -> int:
         return len(self.ranks)
 
-    @functools.cached_property
-    def stream(self) -> torch.cuda.Stream:
-        """The side stream of the lane, for CUDA tensors."""
-        return torch.cuda.Stream(self.device)
+    def carry(self, op: str, attempt: Callable[[Wire, int], T]) -> T:
+        """Count a call and make it: `attempt(wire, number of the call)`. A failure raises the same error on every rank.
 
-    def perform(self, op: str, protocol: Callable[[Wire, int], T]) -> T:
-        """Run `protocol(wire, number of the call)`, and turn what goes wrong into an error that says so on every
-        rank."""
+        An attempt is repeated on new connections where the failure was another call's, which this rank had finished.
+        """
         number = self._next_number()
         cause: BaseException | None = None
         while True:
             self.connections.check(op, self._tag, number, cause)
             try:
-                return protocol(self._connected(), number)
+                return attempt(self._connected(), number)
             except MismatchError:
                 raise  # every rank came to it, and every message was read: the wire is as good as before
             except WireError as error:
@@ -81,14 +80,14 @@ class Peers:
                 self._fail(Failure(error.kind, there, here, number, op, str(error), self._tag))
                 self.connections.check(op, self._tag, number, cause)
                 if agreed and self._shared:
-                    raise self.connections.failed_elsewhere(op, cause) from cause
+                    raise self.connections.failed_elsewhere(op) from cause
             except BaseException as error:
                 self._fail(Failure.of(error, self.ranks[self.rank], number, op, self._tag))
                 raise
 
     @contextlib.contextmanager
     def refusing(self, op: str) -> Iterator[None]:
-        """What raises in here before the lane took a job is a call that this rank refuses."""
+        """An error in here, before the lane has taken a job, means that this rank refuses the call."""
         before = accepted()
         try:
             yield
@@ -98,9 +97,9 @@ class Peers:
             raise
 
     def refuse(self, op: str, error: BaseException) -> None:
-        """Take part in a call by failing it: this rank cannot make it, and the others are to know why.
+        """Take part in a call by failing it: this rank cannot make it, and the others are told why.
 
-        It is counted like any other. It waits for nobody: where the lane is busy, its turn comes later.
+        The call is counted like any other. Nobody is waited for: where the lane is busy, its turn comes later.
         """
         if self.size == 1:
             return
@@ -125,7 +124,7 @@ class Peers:
         self.lane.close(reason)
         if wire is not None:
             wire.retire()
-        self.arena.clear()
+        self.buffers.clear()
 
     def _next_number(self) -> int:
         calls = self.connections.calls
@@ -137,18 +136,16 @@ class Peers:
         self._forget_old_wire()
         if self._wire is None:
             gloo = self.connections.connected(self._generation)
-            self._wire = self._on_device(HostWire(gloo, self._tag if self._shared else None))
+            self._wire = self._on_device(GlooWire(gloo, self._tag if self._shared else None))
         return self._wire
 
     def _forget_old_wire(self) -> None:
         if self._generation != self.connections.generation:
             self._wire, self._generation = None, self.connections.generation
 
-    def _on_device(self, host: HostWire) -> Wire:
+    def _on_device(self, host: GlooWire) -> Wire:
         if self.device.type != "cuda":
             return host
-        from narrowcast.distributed.transport.device_wire import NcclWire, StagedWire
-
         if self.nccl:
             return NcclWire(host, self.connections.page(self._generation))
         return StagedWire(host, self.device)
@@ -165,16 +162,16 @@ class Pair:
 
     def __init__(self, connections: Connections) -> None:
         self.connections = connections
-        self._alive: weakref.WeakValueDictionary[int, Peers] = weakref.WeakValueDictionary()
-        self._recent: OrderedDict[int, Peers] = OrderedDict()
+        self._alive: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+        self._recent: OrderedDict[int, Group] = OrderedDict()
 
-    def order_of(self, tag: int) -> Peers:
-        """Those messages that have this tag; over NCCL, all of them."""
+    def order_of(self, tag: int) -> Group:
+        """The messages with this tag; over NCCL, those of all tags."""
         key = 0 if self.connections.nccl else tag
         with _lock:
             order = self._alive.get(key)
             if order is None:
-                order = self._alive[key] = Peers(self.connections, None if self.connections.nccl else tag)
+                order = self._alive[key] = Group(self.connections, None if self.connections.nccl else tag)
             self._recent[key] = order
             self._recent.move_to_end(key)
             if len(self._recent) > RECENT_TAGS:
@@ -182,21 +179,21 @@ class Pair:
             return order
 
 
-def peers_of(group: dist.ProcessGroup, device: torch.device, purpose: object = "collectives") -> Peers:
-    """The peers in `group`, for tensors on `device`. Each purpose has its own wire, and so its own order of calls."""
+def group_for(group: dist.ProcessGroup, device: torch.device, purpose: object = "collectives") -> Group:
+    """The ranks of a process group, for tensors on `device`. Each purpose has its own wire and order of calls."""
     with _lock:
-        of_group = _made.setdefault(group, {})
+        of_group = _known.setdefault(group, {})
         key = (purpose, device.type)
         if key not in of_group:
             ranks = dist.get_process_group_ranks(group)
-            of_group[key] = Peers(_connections(group, device, str(purpose), group.rank(), ranks))
+            of_group[key] = Group(_connections(group, device, str(purpose), group.rank(), ranks))
         return of_group[key]  # type: ignore[return-value]
 
 
-def pair_with(group: dist.ProcessGroup, device: torch.device, source: int, target: int, tag: int) -> Peers:
+def pair_for(group: dist.ProcessGroup, device: torch.device, source: int, target: int, tag: int) -> Group:
     """The two ranks (by their numbers in the group) of messages from `source` to `target` with this tag."""
     with _lock:
-        of_group = _made.setdefault(group, {})
+        of_group = _known.setdefault(group, {})
         key = (source, target, device.type)
         if key not in of_group:
             everyone = dist.get_process_group_ranks(group)
@@ -211,9 +208,9 @@ def pair_with(group: dist.ProcessGroup, device: torch.device, source: int, targe
 def last_device(group: dist.ProcessGroup) -> torch.device:
     """The device of the collectives of a group so far; of a new one, that of its backend."""
     with _lock:
-        for made in reversed(_made.get(group, {}).values()):
-            if isinstance(made, Peers):
-                return made.device
+        for known in reversed(_known.get(group, {}).values()):
+            if isinstance(known, Group):
+                return known.device
     return torch.device("cuda" if "cuda" in map(str, group._device_types) else "cpu")
 
 
@@ -224,12 +221,12 @@ def _connections(
 
 
 def _forget_in_child() -> None:
-    """Leave all that a parent has as it is: the threads that would have to close it do not exist in a forked child."""
-    global _made, _lock
-    for group in list(_made):
+    """A forked child has none of the threads that would close the parent's connections: leave all of it alone."""
+    global _known, _lock
+    for group in list(_known):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_made))
-    _made, _lock = weakref.WeakKeyDictionary(), threading.Lock()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_known))
+    _known, _lock = weakref.WeakKeyDictionary(), threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

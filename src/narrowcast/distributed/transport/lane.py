@@ -6,25 +6,27 @@ synchronous one runs on the caller's own thread when the lane is idle, which sav
 its turn otherwise. The thread starts with the first asynchronous call, ends when it has had nothing to do for a
 second, and never keeps the interpreter alive.
 
+On CUDA tensors jobs run on the lane's side stream. Over NCCL none of them waits on the host, so the caller's thread
+runs them all. Over gloo bytes pass through host memory: an asynchronous call is the lane's thread's.
+
 Callbacks on a `Work`'s future run on the lane's thread, as they do in torch. From there further collectives may be
 started with `async_op=True`; a synchronous one would wait for itself, and raises.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast.distributed.stats import span
+from narrowcast.distributed.transport.work import Job, StreamWork, Work
 from narrowcast.errors import CollectiveError
 
-Job = Callable[[], list[Tensor]]
 IDLE_SECONDS = 1.0
 
 _accepted = threading.local()
@@ -39,107 +41,13 @@ def _note_accepted() -> None:
     _accepted.count = accepted() + 1
 
 
-class Work(dist.Work):
-    """A collective on its way: what `async_op=True` returns, with the methods of torch's own."""
-
-    def __init__(self, op: str, job: Job) -> None:
-        super().__init__()
-        self._op = op
-        self._job: Job | None = job
-        self._done = threading.Event()
-        self._lock = threading.Lock()
-        self._outputs: list[Tensor] = []
-        self._error: BaseException | None = None
-        self._future: torch.futures.Future[list[Tensor]] | None = None
-        self._inference = torch.is_inference_mode_enabled()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is done, and raise what went wrong."""
-        seconds = timeout.total_seconds() if timeout else None
-        with span(f"narrowcast::{self._op} wait"):
-            done = self._done.wait(seconds or None)
-        if not done:
-            raise CollectiveError(f"{self._op}: not done after {seconds:g} s, the timeout given to wait().")
-        if self._error is not None:
-            raise self._error
-        self._finish()
-        return True
-
-    def done_within(self, seconds: float) -> bool:
-        """Wait for its end, well or not, for so long at most; whether it came."""
-        return self._done.wait(seconds)
-
-    def is_completed(self) -> bool:
-        return self._done.is_set()
-
-    def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    def result(self) -> list[Tensor]:
-        """The tensors that were written, once done."""
-        self.wait()
-        return self._outputs
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of the tensors that were written."""
-        with self._lock:
-            if self._future is None:
-                self._future = self._new_future()
-                if self._done.is_set():
-                    self._settle(self._future)
-            return self._future
-
-    def run(self) -> None:
-        """Do the work, on the thread of the lane."""
-        job, self._job = self._job, None
-        assert job is not None
-        try:
-            with torch.inference_mode(self._inference):  # which is the caller's, and known to its thread alone
-                self._outputs = job()
-        except BaseException as error:
-            self._error = error
-        del job  # with it go the references to the caller's tensors
-        with self._lock:
-            self._done.set()
-            future = self._future
-        if future is not None:
-            self._settle(future)
-
-    def fail(self, error: BaseException) -> None:
-        """Give up work that never ran."""
-
-        def job() -> list[Tensor]:
-            raise error
-
-        self._job = job
-        self.run()
-
-    def _settle(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        if self._error is None:
-            future.set_result(self._outputs)
-        else:
-            error = self._error
-            told = error if isinstance(error, Exception) else CollectiveError(repr(error))
-            future.set_exception(told)  # type: ignore[arg-type]
-
-    def _new_future(self) -> torch.futures.Future[list[Tensor]]:
-        return torch.futures.Future()
-
-    def _finish(self) -> None:
-        """What `wait` owes to the caller besides waiting: nothing on a CPU."""
-
-
 class Lane:
     """Runs jobs one at a time, in the order in which they came."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: torch.device, *, host_waits: bool = True) -> None:
         self.name = name
+        self._device = device
+        self._host_waits = host_waits
         self._changed = threading.Condition()
         self._queue: deque[Work] = deque()
         self._busy = False
@@ -149,6 +57,31 @@ class Lane:
     @property
     def busy(self) -> bool:
         return self._busy
+
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """The side stream, for CUDA tensors."""
+        return torch.cuda.Stream(self._device)
+
+    def start(self, op: str, job: Job, tensors: Sequence[Tensor], async_op: bool) -> Work | None:
+        """Do a job on these tensors in its turn: a `Work` at once where it is asynchronous, else when it is done."""
+        if self._device.type == "cuda":
+            return self._start_on_stream(StreamWork(op, job, self.stream, tensors), async_op)
+        if not async_op:
+            self.run(op, job)
+            return None
+        work = Work(op, job)
+        with span(f"narrowcast::{op}"):  # a range that lasted until it is done might outlive the profile: torch crashes
+            return self.submit(work)
+
+    def _start_on_stream(self, work: StreamWork, async_op: bool) -> Work | None:
+        if async_op and self._host_waits:
+            return self.submit(work)
+        self.run(work.op, work.run_here)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
     def run(self, op: str, job: Job) -> list[Tensor]:
         """Do `job` in its turn and return when it is done."""
@@ -170,9 +103,9 @@ class Lane:
         return self.submit(Work(op, job)).result()
 
     def run_or_queue(self, work: Work) -> None:
-        """Do `work` here and now where the lane is idle; otherwise queue it. What goes wrong stays with the work."""
+        """Do `work` here and now where the lane is idle; otherwise queue it. Its error, if any, stays with it."""
         with self._changed:
-            self._check_open(work._op)
+            self._check_open(work.op)
             idle = not self._busy and not self._queue
             self._busy = self._busy or idle
         if not idle:
@@ -187,7 +120,7 @@ class Lane:
     def submit(self, work: Work) -> Work:
         """Queue `work`."""
         with self._changed:
-            self._check_open(work._op)
+            self._check_open(work.op)
             _note_accepted()
             self._queue.append(work)
             if self._thread is None:
@@ -204,7 +137,7 @@ class Lane:
             self._queue.clear()
             self._changed.notify_all()
         for work in queued:
-            work.fail(CollectiveError(f"{work._op}: {reason}"))
+            work.fail(CollectiveError(f"{work.op}: {reason}"))
         if thread is not None and thread is not threading.current_thread():
             thread.join(wait)
 

@@ -1,52 +1,39 @@
-"""Bytes between ranks, over connections of narrowcast's own (gloo.py).
+"""The contract by which rows move between the ranks of a group, in order.
 
-A `Wire` belongs to one lane and is used by one thread at a time. It does three things:
+A `Wire` connects every rank of a group with every other. One lane owns it, and one thread at a time uses it:
 
-- `agree`: a header to and from every peer, all at once, and the verdict on them. A row of up to `EAGER` bytes rides
-  along with it, so that a small tensor needs one trip where a large one needs two. Receives have room for both; gloo
-  lets a message be shorter than its receive, and aborts the process on one that is longer, which is why sizes are
-  agreed on first.
-- `send` and `expect`: rows to and from every peer. A rank sends to rank+1 first, then to rank+2 and so on, so at any
-  time ranks send to different ones; at most `ROUNDS` rows to each are under way, and none waits for a receive. So a
-  link stays busy while its rank encodes, adds up or decodes. bench/wire.py holds it against gloo's own collectives.
-- `close`: breaks the connections, so that every peer that waits for this rank learns of a failure at once; and says
-  why first (`last_words`).
+    open ----agree----> agreed ----expect, send----> agreed ----flush----> open
+      |                   |                                                 (the next call)
+      |                   +--MismatchError: nothing was sent; the wire stays open
+      +--WireError at any point: broken. `close` tells the peers why; `last_words` has what a peer told.
 
-Every wait is bounded by the group's timeout, and ends within two seconds where a connection breaks (message.py), unless
-it cuts a short message. What goes wrong is a `WireError` that names the peer.
+- `agree` compares headers with every rank. A row of up to `eager` bytes rides along with the header, so that a small
+  tensor takes one trip. No row is delivered before all ranks agree.
+- `send` and `expect` move rows. Rows of one stage to one peer arrive in the order in which they were sent, each with
+  the size that was expected. A row of no bytes is neither sent nor awaited.
+- `flush` ends every collective: all rows of this rank have left it, and their memory may be used again.
+- `close` breaks every connection, so that peers that wait for this rank learn of a failure at once.
+
+Every wait ends: with the row, or with a `WireError` that names the peer, within the timeout of the group.
+tests/distributed/transport/test_wire_contract.py is the conformance suite that every implementation runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from narrowcast.distributed.transport import agreement
-from narrowcast.distributed.transport.gloo import Gloo
-from narrowcast.distributed.transport.message import Message, Watch, WireError
-from narrowcast.errors import MismatchError
 
-EAGER = 128 * 1024
-"""Rows of up to so many bytes travel with the header. Of 64, 128 and 256 KB, tried on 32 MB at 1 Gbit/s with
-bench/wire.py, 128 was best by 1 to 4%, which is hardly more than the noise."""
+class WireError(Exception):
+    """A message did not go through. It never leaves this package: `Group` says what it means for the collective."""
 
-SHORT = 14_000
-"""Messages of up to so many bytes, ten packets, leave at once on a connection that is idle: one has come whole, or not
-begun. Longer rows have a tail (message.py). A thread that waits for them instead took eight ranks on two cores a fifth
-of the time of an all_reduce."""
-
-ROUNDS = 3
-"""To each peer, so many rows may be on their way."""
-
-_HEADERS, _ROWS = 0, 3
-"""The tags of a wire that has the connections to itself. Those of stage s are `_ROWS + s`."""
-
-_FIRST_SHARED = 8
-"""From here on, a message's tag takes two of gloo's, which are 31-bit numbers (arguments.MOST_TAG)."""
+    def __init__(self, peer: int, reason: str, kind: str) -> None:
+        super().__init__(reason)
+        self.peer = peer
+        self.kind = kind
+        """What it says of the peer: "late", "gone", or "unmet" where no connection was made."""
 
 
 class Wire(Protocol):
@@ -55,15 +42,15 @@ class Wire(Protocol):
     rank: int
     size: int
     turns: int
-    """How many calls of `send` it takes until a row is surely sent."""
-    pieces: int
-    """How many pieces of a tensor may be under way at a time."""
+    """A row that is sent may change again after so many more rows, counted by peer."""
+    chunks: int
+    """How many chunks of a tensor may be under way at a time."""
     eager: int
     """Rows of up to so many bytes travel with the header."""
 
     @property
     def agreed(self) -> bool:
-        """Whether ranks have agreed on the call that is under way, and rows may be."""
+        """Whether ranks have agreed on the call that is under way, so that rows may be."""
 
     def agree(
         self,
@@ -72,163 +59,32 @@ class Wire(Protocol):
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
-        """Compare headers with every rank, and raise `MismatchError` where they do not fit together.
+        """Compare headers with every rank; raise `MismatchError` where they do not fit together.
 
-        `eager(peer)` is the row that rides along to that peer, or None; `meanwhile` is called while headers are on
+        `eager(peer)` is the row that rides along to that peer, or None. `meanwhile` is called while headers are on
         their way. Rows of `incoming` that are small enough to have come along are filled.
         """
 
     def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
-        """Say where the next row of each peer goes; rows of no bytes do not come. The earlier it is said, the better.
+        """Say where the next row of each peer goes. The earlier this is said, the better.
 
-        Calling what is returned gives the peers one by one, as their rows are there.
+        Calling what is returned gives the peers one by one, as their rows arrive.
         """
 
     def send(self, row: Tensor, peers: Sequence[int], stage: int = 0) -> None:
-        """Start sending a row to some peers; one of no bytes is not sent.
-
-        It must stay as it is until `turns` more rows have been sent, counted by peer. A stage is a sequence of rows of
-        its own: those of one stage to one peer arrive in order.
-        """
+        """Start sending a row to some peers. It must not change until `turns` more rows have been sent."""
 
     def flush(self) -> None:
-        """Wait until all headers and rows are sent: the end of every collective."""
+        """Wait until all headers and rows have left this rank."""
 
     def trim(self) -> None:
-        """Give back memory that is large, once a collective is over."""
+        """Give back large buffers, once a collective is over."""
 
     def close(self, last_words: bytes = b"") -> None:
-        """Break every connection, so that peers which wait for this rank learn of it, and of the reason."""
+        """Break every connection; `last_words` is the reason that peers read."""
 
     def last_words(self, peer: int) -> bytes:
-        """The reason that a peer gave when it broke the connections; nothing from one that gave none."""
+        """The reason that a peer gave when it broke the connections; empty from one that gave none."""
 
     def retire(self) -> None:
-        """Let go of its thread, once nothing is on its way any more."""
-
-
-class HostWire:
-    """A wire for rows in host memory.
-
-    A `tag` sets its messages apart from those of other wires on the same connections. One with a tag comes and goes,
-    and does not wait for headers ahead of a call.
-    """
-
-    pieces = 4
-    eager = EAGER
-
-    def __init__(self, gloo: Gloo, tag: int | None = None) -> None:
-        self.gloo = gloo
-        self.rank = gloo.rank
-        self.size = gloo.size
-        self.agreed = False
-        self._ahead = tag is None
-        self._tags = (_HEADERS, _ROWS) if tag is None else (_FIRST_SHARED + 2 * tag, _FIRST_SHARED + 2 * tag + 1)
-        self._length = agreement.header_bytes(self.size)
-        with torch.inference_mode(False):  # it outlives the call
-            self._slots = torch.empty(2, self.size, self._length + EAGER, dtype=torch.uint8, device="cpu")
-        self._headers: list[Message] = []
-        self._window = ROUNDS * (self.size - 1)
-        self.turns = self._window + 1
-        self._going = Watch("narrowcast going", gloo.look)
-        self._coming = Watch("narrowcast coming", gloo.look)
-        gloo.used_by(self)
-
-    def agree(
-        self,
-        header: Tensor,
-        eager: Callable[[int], Tensor | None],
-        incoming: Sequence[Tensor],
-        meanwhile: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.agreed = False
-        self._going.wait()  # the headers of the last call lie where those of this one are to be
-        outgoing, came = self._slots
-        receives, self._headers = self._headers or self._expect_headers(), []
-        outgoing[:, : self._length] = header
-        for peer in self.gloo.targets:
-            row = eager(peer)
-            total = self._length
-            if row is not None:
-                total += len(row)
-                outgoing[peer, self._length : total] = row
-            self._going.add(self._send(outgoing[peer, :total], peer, _HEADERS))
-        meanwhile()
-        for message in receives:
-            if self._length + len(incoming[message.peer]) <= SHORT or len(incoming[message.peer]) > EAGER:
-                message.wait()
-            else:
-                self._coming.add(message)
-                self._coming.wait()
-        came[self.rank, : self._length] = header
-        headers = came[:, : self._length].numpy().copy()
-        for peer in self.gloo.sources:
-            row = incoming[peer]
-            if 0 < len(row) <= EAGER:
-                row.copy_(came[peer, self._length : self._length + len(row)])
-        # Those of the next call: a peer that is early need not ask first. One that has all it needs may have left; if
-        # there is a next call, that one says so.
-        if self._ahead:
-            with contextlib.suppress(WireError):
-                self._headers = self._expect_headers()
-        try:
-            agreement.check(headers, self.gloo.ranks)
-        except MismatchError:
-            self.flush()  # the others are to read the same, even if this process ends with it
-            raise
-        self.agreed = True
-
-    def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
-        receives = [self._receive(incoming[peer], peer, _ROWS + stage) for peer in self.gloo.sources]
-
-        def arrivals() -> Iterator[int]:
-            if any(len(row) for row in incoming):
-                self._going.begin()
-            for receive in receives:
-                receive.wait()
-                yield receive.peer
-
-        return arrivals
-
-    def send(self, row: Tensor, peers: Sequence[int], stage: int = 0) -> None:
-        for peer in peers:
-            self._going.wait(self._window - 1)
-            self._going.add(self._send(row, peer, _ROWS + stage))
-
-    def flush(self) -> None:
-        self._going.wait()
-
-    def trim(self) -> None:
-        pass
-
-    def close(self, last_words: bytes = b"") -> None:
-        self.gloo.close(last_words)
-
-    def last_words(self, peer: int) -> bytes:
-        return self.gloo.last_words(peer)
-
-    def give_up(self, error: WireError) -> None:
-        """Let whoever waits for a message raise, in whatever thread it is."""
-        for watch in (self._going, self._coming):
-            watch.give_up(error)
-
-    def retire(self) -> None:
-        for watch in (self._going, self._coming):
-            watch.close()
-
-    def _expect_headers(self) -> list[Message]:
-        return [self._receive(self._slots[1, peer], peer, _HEADERS) for peer in self.gloo.sources]
-
-    def _send(self, row: Tensor, peer: int, kind: int) -> Message:
-        return self.gloo.send(row, peer, self._tag(kind), _has_tail(row, kind))
-
-    def _receive(self, row: Tensor, peer: int, kind: int) -> Message:
-        return self.gloo.receive(row, peer, self._tag(kind), _has_tail(row, kind))
-
-    def _tag(self, kind: int) -> int:
-        headers, rows = self._tags
-        return headers if kind == _HEADERS else rows + kind - _ROWS
-
-
-def _has_tail(row: Tensor, kind: int) -> bool:
-    return kind >= _ROWS and row.numel() > SHORT
+        """Let go of threads and buffers, once nothing is on its way any more."""

@@ -16,12 +16,13 @@ import narrowcast as nc
 from narrowcast import distributed as ncd
 from narrowcast import errors
 from narrowcast.distributed.gradients.compression import GradientCompression
+from narrowcast.distributed.gradients.ddp import average_bucket
 from narrowcast.distributed.planning import link as links
 from narrowcast.distributed.planning import planner as planning
 from narrowcast.distributed.planning.codec_speed import CodecSpeed, measure_codecs
 from narrowcast.distributed.planning.link import Link, link_on_paper, measure_link, slowest
 from narrowcast.distributed.planning.planner import Plan, Prediction, choose, decide, predict, predict_plain
-from narrowcast.distributed.transport.group import peers_of
+from narrowcast.distributed.transport.group import group_for
 
 LINK = Link(latency_s=0.5, bandwidth_bytes_per_s=1000.0)
 SPEED = CodecSpeed(encode_s=2.0, sum_s=3.0, decode_s=5.0, add_s=7.0, noise=0.25)
@@ -104,7 +105,7 @@ def sent_bytes(rank: int, cases: list[tuple[str, int]]) -> list[int]:
         found.append(ncd.stats()["all_reduce"].sent_bytes)
         state = GradientCompression(spec, exempt=None)
         weight = torch.ones(numel)
-        state.reduce(weight, [weight], [0], 0, True).wait()
+        average_bucket(state, weight, [weight], [0], 0, True).wait()
         found.append(state.stats().sent_bytes)
     return found
 
@@ -243,7 +244,7 @@ def test_codecs_are_timed_and_ordered_by_their_noise() -> None:
 
 
 def shared(rank: int) -> list[float]:
-    peers = peers_of(dist.distributed_c10d._get_default_group(), torch.device("cpu"))
+    peers = group_for(dist.distributed_c10d._get_default_group(), torch.device("cpu"))
     return slowest(peers, [1 / 3 + rank * 2.0**-54, -float(rank), math.pi * 1e-300])
 
 
@@ -299,7 +300,7 @@ def test_ranks_that_ask_for_different_plans_get_the_same_error() -> None:
 
 
 def in_another_order(rank: int) -> str:
-    peers = peers_of(dist.distributed_c10d._get_default_group(), torch.device("cpu"))
+    peers = group_for(dist.distributed_c10d._get_default_group(), torch.device("cpu"))
     with pytest.raises(errors.MismatchError) as caught:
         measure_codecs([nc.codec(name) for name in ["int8", "int4"][:: 1 - 2 * rank]], peers=peers)
     return str(caught.value)

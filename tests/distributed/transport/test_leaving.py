@@ -20,7 +20,7 @@ def _leave(way: str, tmp_path: Path) -> list[tuple[int, float, str]]:
     The seconds are those beyond what a process beside them takes to unload torch: half a second, or many times that on
     a loaded machine.
     """
-    script = str(Path(__file__).with_name("leaving.py"))
+    script = str(Path(__file__).parent.with_name("leaving.py"))
     processes = [
         subprocess.Popen(
             [sys.executable, script, how, str(rank), str(tmp_path / store)],

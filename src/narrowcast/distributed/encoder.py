@@ -1,4 +1,4 @@
-"""A codec at work in one collective: with its seed, its meter, and memory to encode into."""
+"""A codec at work in one collective, with its seed, its meter and its buffers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed.stats import Meter
-from narrowcast.distributed.transport.buffers import Arena
+from narrowcast.distributed.transport.buffers import Buffers
 from narrowcast.errors import DtypeError
 
 _WORD = (1 << 64) - 1
@@ -48,19 +48,19 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
-class Coder:
-    """Encodes, decodes and sums rows, and counts what that costs. `seed` is this rank's own: see `launch.perform`."""
+class Encoder:
+    """Encodes, decodes and sums rows, and counts what that costs. `seed` is this rank's own."""
 
-    def __init__(self, codec: Codec, seed: int, meter: Meter, arena: Arena, device: torch.device) -> None:
+    def __init__(self, codec: Codec, seed: int, meter: Meter, buffers: Buffers, device: torch.device) -> None:
         self.codec = codec
         self.meter = meter
-        self.arena = arena
+        self.buffers = buffers
         self.device = device
         self._seed = seed
 
-    def using(self, codec: Codec) -> Coder:
+    def using(self, codec: Codec) -> Encoder:
         """The same, with another codec."""
-        return Coder(codec, self._seed, self.meter, self.arena, self.device)
+        return Encoder(codec, self._seed, self.meter, self.buffers, self.device)
 
     def nbytes(self, rows: Tensor) -> int:
         """The bytes that `rows` [count, numel] encode to."""
@@ -79,21 +79,21 @@ class Coder:
             with self.meter.decode():
                 self.codec.decode(data.view(len(out), -1), out.shape[1], out=out)
 
-    def sum(self, data: Tensor, own: Tensor, rank: int, divisor: int, out: Tensor) -> None:
+    def decode_sum(self, data: Tensor, own: Tensor, rank: int, divisor: int, out: Tensor) -> None:
         """Sum the rows of all ranks into `out` [numel]; this rank's own is exact."""
         if out.numel():
             with self.meter.decode():
                 self.codec.decode_sum(data, out.numel(), own=own, own_rank=rank, divisor=divisor, out=out)
 
-    def sum_encode(self, data: Tensor, own: Tensor, rank: int, divisor: int, out: Tensor, *key: int) -> None:
-        """`sum`, encoded again, in one pass."""
+    def decode_sum_encode(self, data: Tensor, own: Tensor, rank: int, divisor: int, out: Tensor, *key: int) -> None:
+        """`decode_sum`, encoded again, in one pass."""
         if own.numel():
             seed = self._seed_of(key)
             with self.meter.decode():
                 self.codec.decode_sum_encode(data, own.numel(), seed, own=own, own_rank=rank, divisor=divisor, out=out)
 
     def take(self, name: str, nbytes: int) -> Tensor:
-        return self.arena.take(name, nbytes, self.device)
+        return self.buffers.take(name, nbytes, self.device)
 
     def _seed_of(self, key: tuple[int, ...]) -> int:
         return derive_seed(self._seed, *key) if self.codec.stochastic else 0

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from narrowcast.distributed.transport import agreement
-from narrowcast.distributed.transport.gloo import Gloo
-from narrowcast.distributed.transport.message import GRACE_SECONDS, RARE_GLANCE_SECONDS, WireError
-from narrowcast.distributed.transport.wire import _HEADERS, HostWire
+from narrowcast.distributed.transport.gloo import _HEADERS, GlooWire
+from narrowcast.distributed.transport.gloo_connections import Gloo
+from narrowcast.distributed.transport.gloo_messages import GRACE_SECONDS, RARE_GLANCE_SECONDS
+from narrowcast.distributed.transport.wire import WireError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,10 +32,10 @@ ROW = torch.ones(1000, dtype=torch.uint8)
 NONE = ROW[:0]
 
 
-def _wire(rank: int) -> HostWire:
+def _wire(rank: int) -> GlooWire:
     limit = timedelta(seconds=20)
     store = dist.PrefixStore("wire", c10d._get_default_store())
-    return HostWire(Gloo(store, rank, range(dist.get_world_size()), limit, limit))
+    return GlooWire(Gloo(store, rank, range(dist.get_world_size()), limit, limit))
 
 
 def _broken(action: Callable[[], object]) -> tuple[int, str, float]:

@@ -18,7 +18,7 @@ from trained import FEW, SHAPES, Expected, Given, Named, given
 
 import narrowcast as nc
 from cases import same_bits
-from narrowcast.distributed.gradients.telemetry import BucketStats, GradientStats
+from narrowcast.distributed.gradients.stats import BucketStats, GradientStats
 from narrowcast.distributed.transport.agreement import header_bytes
 
 pytestmark = pytest.mark.timeout(180)

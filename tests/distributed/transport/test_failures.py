@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from narrowcast.distributed.transport.failures import Board, Failure
-from narrowcast.distributed.transport.gloo import LAST_WORDS_BYTES
+from narrowcast.distributed.transport.gloo_connections import LAST_WORDS_BYTES
 
 
 def _failure(kind: str, seen_by: int, rank: int) -> Failure:

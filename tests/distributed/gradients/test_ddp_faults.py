@@ -22,6 +22,7 @@ from trained import SHAPES, Expected, Given, given
 import narrowcast as nc
 from cases import same_bits
 from narrowcast import distributed as ncd
+from narrowcast.distributed.gradients.ddp import average_bucket
 from narrowcast.errors import CollectiveError, DtypeError, MismatchError, ModelKindError, SpecError
 
 pytestmark = pytest.mark.timeout(180)
@@ -65,7 +66,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: list
 def test_a_rule_may_answer_with_a_match_or_none() -> None:
     model = nn.Linear(2, 2)
     state = nc.GradientCompression(exempt=lambda name, _: re.search("bias", name), model=model)  # type: ignore[arg-type, return-value]
-    assert state.exempts == {"weight": False, "bias": True}
+    assert state.parameters.exempts == {"weight": False, "bias": True}
 
 
 def test_a_schedule_is_asked_at_once_for_the_first_step_that_it_decides() -> None:
@@ -341,7 +342,7 @@ def test_a_rank_that_makes_no_step_is_named_when_the_time_is_up() -> None:
 
 def _no_group() -> BaseException | None:
     state = nc.GradientCompression("int8")
-    return faults.error_of(lambda: state.reduce(torch.ones(3), [], [], 0, True))[0]
+    return faults.error_of(lambda: average_bucket(state, torch.ones(3), [], [], 0, True))[0]
 
 
 def test_without_a_process_group_the_error_says_what_to_call() -> None:

@@ -1,11 +1,20 @@
-"""A message on its way, and how to wait for it without being left behind.
+"""One message over gloo, and how to wait for it.
 
-gloo tells those who wait of a broken connection, but not all of them. A receive that had begun is forgotten. So is a
-send that was being written, and that may be the shortest one: where gloo's thread has not noticed the break yet, a
-write that fails goes into a queue that nobody empties any more. Their waits end with the group's timeout.
+This file and gloo_connections.py are the only ones that call gloo. They lean on these behaviours of torch's gloo;
+tests/distributed/transport/test_gloo.py has a test for each, by its number:
 
-So a long row has a tail (`Message`), and for what has none, sends above all, no thread of a collective waits in gloo. A
-`Watch` does, in a thread of its own, while the collective's looks now and then whether the connection is still there.
+1. A message may be shorter than its receive. (One that is longer aborts the process.)
+2. Messages of one pair and tag match receives in order; messages of other tags do not wait for them.
+3. A send ends without a receive having been posted for it, as long as the peer's socket takes the bytes.
+4. A wait that runs into its time limit raises, says "timed out" or "timeout", and breaks all connections of the group.
+5. When a connection breaks, a receive that has not begun raises at once, and does not speak of a timeout.
+6. On a broken connection, no new receive can be started.
+7. A receive that has begun is forgotten when its connection breaks: its wait ends with the time limit only. So is a
+   send that was being written, and a short one where gloo's thread has not noticed the break yet.
+
+Because of 7, a long row has a tail: one more byte on the same connection, whose receive has not begun before the row is
+through. Sends have no tail, so no thread of a collective waits for one in gloo: a `Watch` does, in a thread of its own,
+while the collective's thread looks now and then whether the connection is still there (6).
 """
 
 from __future__ import annotations
@@ -20,29 +29,20 @@ import torch
 from torch import Tensor
 from torch.autograd import _enable_record_function  # type: ignore[attr-defined]
 
+from narrowcast.distributed.transport.wire import WireError
+
 IDLE_SECONDS = 1.0
 GLANCE_SECONDS = 0.2
 RARE_GLANCE_SECONDS = 1.0
-"""Looks at a connection get rarer up to this: each leaves a few bytes with gloo."""
+"""The longest time between two looks at a connection: each leaves a few bytes with gloo."""
 GRACE_SECONDS = 0.5
-"""How long a message may take to be noticed after its connection was closed: a peer that is done may leave."""
-
-
-class WireError(Exception):
-    """A message did not go through. Never leaves this package: `Peers` say what it means for the collective."""
-
-    def __init__(self, peer: int, reason: str, kind: str) -> None:
-        super().__init__(reason)
-        self.peer = peer
-        self.kind = kind
-        """What it says of the peer: "late", "gone", or "unmet" where no connection was made."""
+"""A message that came just before its connection closed is noticed within this time: a peer that is done may leave."""
 
 
 class Message:
-    """A message on its way: `start` is the group's send or recv. One of no bytes is not sent.
+    """A message on its way: `start` is the group's send or recv. A message of no bytes is not sent.
 
-    A `tail` is one byte that follows on the same connection, and that is what is waited for: it has not begun before
-    the message is through.
+    With a `tail`, one byte follows on the same connection, and is waited for first.
     """
 
     def __init__(self, start: Any, row: Tensor, peer: int, tag: int, timeout: timedelta, tail: bool = False) -> None:
@@ -61,7 +61,7 @@ class Message:
             _enable_record_function(True)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait in gloo. When the time is over, gloo lets go of all of the group's connections."""
+        """Wait in gloo. When the time is over, gloo breaks all connections of the group (4)."""
         try:
             for work in self._works:
                 work.wait(timeout or self.timeout)
@@ -74,7 +74,7 @@ class Message:
 
 
 class Watch:
-    """Waits for messages, in the order in which they came. `look(peer)` raises where the connection to it is gone."""
+    """Waits for messages, in the order in which they were added. `look(peer)` raises where its connection is gone."""
 
     def __init__(self, name: str, look: Callable[[int], object]) -> None:
         self._name = name
@@ -118,7 +118,7 @@ class Watch:
             self._changed.notify_all()
 
     def close(self, wait: float = 0.1) -> None:
-        """Let the thread go, and wait a moment for it: it may be held by a message that gloo has forgotten."""
+        """Let the thread go, and wait a moment for it: a message that gloo has forgotten may hold it (7)."""
         with self._changed:
             self._closed, thread = True, self._thread
             self._changed.notify_all()
@@ -126,7 +126,7 @@ class Watch:
             thread.join(wait)
 
     def _check_first(self) -> None:
-        """Raise where the message that is waited for cannot come."""
+        """Raise where the first message cannot come any more."""
         with self._changed:
             first = self._messages[0] if self._messages else None
         if first is None:
@@ -134,7 +134,7 @@ class Watch:
         try:
             self._look(first.peer)
         except WireError:
-            # It may have come just before its peer left; and gloo, if it does tell, knows better what went wrong.
+            # It may have come just before its peer left. And if gloo raises, its error says more.
             if not self._wait_for(lambda: not self._messages or self._messages[0] is not first, GRACE_SECONDS):
                 raise
 

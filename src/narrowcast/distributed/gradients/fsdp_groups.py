@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from narrowcast.distributed.entry import uncompiled
 from narrowcast.distributed.gradients.options import plain_name
-from narrowcast.distributed.uncompiled import uncompiled
 from narrowcast.errors import CollectiveError, ModelKindError
 
 try:
@@ -31,14 +31,14 @@ except ImportError as error:  # pragma: no cover (a torch to come)
         f"torch 2.11 to 2.13: {error}. Update narrowcast, or use one of these."
     ) from error
 
-__all__ = ["AllGather", "Group", "ReduceScatter", "groups_of"]
+__all__ = ["AllGather", "ParameterGroup", "ReduceScatter", "groups_of"]
 
 _GROUP = ("fsdp_params", "mesh_info", "device", "post_backward", "_reduce_scatter_comm", "_all_gather_comm")
 _PARAMETER = ("sharded_param", "padded_sharded_param_size", "unsharded_accumulated_grad", "_module_info", "_orig_size")
 _PRISTINE = ("DefaultReduceScatter", "DefaultAllGather")
 
 
-class Group:
+class ParameterGroup:
     """A parameter group of FSDP2: what is gathered together, and reduced together."""
 
     def __init__(self, index: int, inner: Any, owner: FSDPModule, names: Sequence[str]) -> None:
@@ -58,8 +58,7 @@ class Group:
     def process_groups(self) -> list[dist.ProcessGroup]:
         """All that have something of the parameters: one for each dimension of their mesh, with several ranks."""
         meshes = {parameter.sharded_param.device_mesh for parameter in self._inner.fsdp_params}
-        found = {group: None for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1}
-        return list(found)
+        return list({group: None for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1})
 
     @property
     def device(self) -> torch.device:
@@ -88,9 +87,9 @@ class Group:
         """Which parameters have a gradient in this backward pass, of which a rank's share is `columns` elements."""
         parts = self.parts
         trained = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
-        for found in (self._noted, trained):
-            if sum(parts[i] for i in found) == columns:
-                return found
+        for which in (self._noted, trained):
+            if sum(parts[i] for i in which) == columns:
+                return which
         raise CollectiveError(
             f"torch {torch.__version__} reduces {columns} elements a rank for {', '.join(self.names[:3])}..., and "
             f"parameters with a gradient have {sum(parts[i] for i in self._noted)}. This narrowcast knows torch 2.11 "
@@ -133,18 +132,20 @@ def _has_gradient(parameter: Any, always: bool) -> bool:
     return given or (always and unsharded.requires_grad)
 
 
-def groups_of(model: nn.Module, names: Sequence[str]) -> list[Group]:
+def groups_of(model: nn.Module, names: Sequence[str]) -> list[ParameterGroup]:
     """All parameter groups in `model`, whose parameters have these names."""
     paths = {id(module): path for path, module in model.named_modules()}
-    found: list[Group] = []
+    groups: list[ParameterGroup] = []
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for inner in _inside(module):
                 if id(inner) not in seen:  # fully_shard([a, b]) makes one group for both
                     seen.add(id(inner))
-                    found.append(Group(len(found), inner, module, [_name(p, paths, names) for p in inner.fsdp_params]))
-    return found
+                    groups.append(
+                        ParameterGroup(len(groups), inner, module, [_name(p, paths, names) for p in inner.fsdp_params])
+                    )
+    return groups
 
 
 def _inside(module: FSDPModule) -> list[Any]:

@@ -19,7 +19,7 @@ from trained import FEW
 
 import narrowcast as nc
 from cases import same_bits
-from narrowcast.distributed.gradients.columns import Entry, check_cover
+from narrowcast.distributed.gradients.layout import Gradient, check_cover
 from narrowcast.errors import CollectiveError
 
 pytestmark = pytest.mark.timeout(180)
@@ -176,7 +176,7 @@ def test_complex_parameters_have_residuals_for_both_of_their_numbers() -> None:
 def test_a_bucket_that_its_parameters_do_not_cover_is_refused(
     places: list[tuple[int, int]], total: int, words: str
 ) -> None:
-    entries = [Entry(f"p{i}", offset, numel, False) for i, (offset, numel) in enumerate(places)]
+    entries = [Gradient(f"p{i}", offset, numel, False) for i, (offset, numel) in enumerate(places)]
     with pytest.raises(CollectiveError) as caught:
         check_cover(entries, total)
     assert words in str(caught.value)
@@ -184,4 +184,4 @@ def test_a_bucket_that_its_parameters_do_not_cover_is_refused(
 
 
 def test_parameters_in_any_order_and_empty_ones_cover_a_bucket() -> None:
-    check_cover([Entry("b", 10, 5, False), Entry("none", 10, 0, True), Entry("a", 0, 10, True)], 15)
+    check_cover([Gradient("b", 10, 5, False), Gradient("none", 10, 0, True), Gradient("a", 0, 10, True)], 15)

@@ -1,0 +1,232 @@
+"""One collective: the call that ranks agree on, the group that makes it, and the protocol that moves its rows.
+
+`run()` makes it here and now, `launch()` in the group's lane. Counting, timing and the translation of failures happen
+in `run`, once for every kind of collective. While it runs, a protocol finds in it what it needs: the wire, an encoder,
+and the ways to agree and to send.
+
+`Operands` are the tensors of a call, as a protocol takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from narrowcast.codecs import Codec, checks
+from narrowcast.distributed.encoder import Encoder, derive_seed
+from narrowcast.distributed.stats import Meter, span
+from narrowcast.distributed.transport import agreement
+from narrowcast.distributed.transport.agreement import Call
+from narrowcast.distributed.transport.group import Group
+from narrowcast.distributed.transport.wire import Wire
+from narrowcast.distributed.transport.work import Work
+from narrowcast.errors import ShapeError
+
+
+class Collective:
+    """A collective of `group`. `protocol(collective)` moves the rows, once it runs.
+
+    `name` is what statistics and errors call it; `plain_bytes` is what it would send without a codec. Ranks that are
+    given the same seed draw apart, by their global numbers: those of two hosts or replicas, too.
+    """
+
+    wire: Wire
+    encoder: Encoder
+
+    def __init__(
+        self,
+        group: Group,
+        call: Call,
+        protocol: Callable[[Collective], None],
+        *,
+        name: str = "",
+        plain_bytes: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.group = group
+        self.call = call
+        self.name = name or call.op
+        self.rank, self.size = group.rank, group.size
+        self.targets = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self._protocol = protocol
+        self._plain_bytes = plain_bytes
+        self._seed = derive_seed(seed, group.ranks[group.rank]) if call.codec.stochastic else 0
+        self._turn = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent so far."""
+        return self.encoder.meter.sent_bytes
+
+    # -- its life -----------------------------------------------------------------------------------------------------
+
+    def launch(self, operands: Operands, async_op: bool) -> Work | None:
+        """Run it in its turn; a `Work` of the tensors written where it is asynchronous."""
+
+        def job() -> list[Tensor]:
+            with span(f"narrowcast::{self.name}"):
+                self.run()
+                with torch.no_grad():
+                    operands.copy_back()
+            return operands.written
+
+        return self.group.lane.start(self.name, job, operands.touched, async_op)
+
+    def run(self) -> None:
+        """Make it here and now, in a job of the lane."""
+        try:
+            with torch.no_grad():
+                self.group.carry(self.name, self._attempt)
+        finally:
+            self.group.buffers.trim()
+
+    def _attempt(self, wire: Wire, number: int) -> None:
+        meter = Meter(self.name, self._plain_bytes)
+        self.wire = wire
+        self.encoder = Encoder(self.call.codec, self._seed, meter, self.group.buffers, self.group.device)
+        self._header = agreement.as_tensor(self.call.header(number, self.size))
+        try:
+            self._protocol(self)
+            wire.flush()
+        finally:
+            wire.trim()
+        meter.done()
+
+    # -- what protocols do with it ------------------------------------------------------------------------------------
+
+    def agree(
+        self,
+        eager: Callable[[int], Tensor | None] = lambda peer: None,
+        incoming: Sequence[Tensor] | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Agree with all ranks; `eager` rows ride along, into those of `incoming` that are small enough."""
+
+        def along(peer: int) -> Tensor | None:
+            row = eager(peer)
+            self._count(0 if row is None else len(row))
+            return row
+
+        self._count(self._header.numel() * (self.size - 1))
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.group.device)
+        self.wire.agree(self._header, along, incoming or [nothing] * self.size, meanwhile)
+
+    def swap(
+        self,
+        outgoing: Callable[[int], Tensor],
+        sizes: Sequence[int],
+        incoming: Sequence[Tensor],
+        arrived: Callable[[int], None] = lambda peer: None,
+    ) -> None:
+        """Agree with all ranks, and exchange a row with each.
+
+        `outgoing(peer)` makes the `sizes[peer]` bytes for a peer, which must stay as they are while `wire.turns` others
+        are made. `incoming[peer]` is filled with that peer's row, then `arrived(peer)` is called: never before all
+        ranks agree. It is called for this rank, too.
+        """
+        small = self.wire.eager
+
+        def send_large() -> None:
+            for peer in self.targets:
+                if sizes[peer] > small:
+                    self.send(outgoing(peer), peer)
+
+        self._swap(lambda peer: outgoing(peer) if 0 < sizes[peer] <= small else None, send_large, incoming, arrived)
+
+    def swap_one(
+        self, row: Tensor, incoming: Sequence[Tensor], arrived: Callable[[int], None] = lambda peer: None
+    ) -> None:
+        """`swap`, where every peer gets the same row."""
+        small = len(row) <= self.wire.eager
+        along, after = (row, row[:0]) if small else (row[:0], row)
+        self._swap(lambda peer: along if len(along) else None, lambda: self.send_to_all(after), incoming, arrived)
+
+    def _swap(
+        self,
+        along: Callable[[int], Tensor | None],
+        send_large: Callable[[], None],
+        incoming: Sequence[Tensor],
+        arrived: Callable[[int], None],
+    ) -> None:
+        """Agree, with small rows along; then send large ones, and take those of the others as they come."""
+        self.agree(along, incoming)
+        arrivals = self.wire.expect([row[:0] if len(row) <= self.wire.eager else row for row in incoming])
+        send_large()
+        arrived(self.rank)
+        for peer in arrivals():
+            arrived(peer)
+
+    def send(self, row: Tensor, peer: int, stage: int = 0) -> None:
+        self._count(len(row))
+        self.wire.send(row, [peer], stage)
+
+    def send_to_all(self, row: Tensor, stage: int = 0, skip: int = -1) -> None:
+        """Send one row to all others (but `skip`)."""
+        peers = [peer for peer in self.targets if peer != skip]
+        self._count(len(row) * len(peers))
+        self.wire.send(row, peers, stage)
+
+    def share(self, rows: Sequence[Tensor], skip: int = -1) -> None:
+        """Send this rank's row of `rows` to all others (but `skip`), and fill the other rows with theirs."""
+        arrivals = self.wire.expect([row[:0] for row in rows] if self.rank == skip else rows)
+        self.send_to_all(rows[self.rank], skip=skip)
+        for _ in arrivals():
+            pass
+
+    def reserve(self, nbytes: int) -> None:
+        """Take memory for the rows that are to be sent, of up to so many bytes each. Once in a collective."""
+        self._rows = self.encoder.take("outbox", self.wire.turns * nbytes).view(self.wire.turns, nbytes)
+
+    def next_row(self, nbytes: int) -> Tensor:
+        """Memory for a row that is to be sent: another one each time, until it surely is."""
+        self._turn += 1
+        return self._rows[self._turn % self.wire.turns, :nbytes]
+
+    def _count(self, nbytes: int) -> None:
+        self.encoder.meter.sent_bytes += nbytes
+
+
+class Operands:
+    """The tensors of one call, as a protocol takes them: their elements in order in memory, outside of autograd.
+
+    Every tensor that a protocol reads or writes comes from here, so that on CUDA the side stream knows its memory.
+    """
+
+    def __init__(self, *written: Tensor) -> None:
+        self.written = list(written)
+        """The result of the call's `Work`."""
+        self.touched: list[Tensor] = list(written)
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The tensor with its elements in order in memory: itself, or a copy."""
+        return self._touch(checks.plain(tensor).contiguous())
+
+    def write(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor with the same values to write into: itself, or a copy that `copy_back` copies back."""
+        if tensor.is_contiguous() and not tensor.is_neg():
+            return self._touch(tensor)
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            raise ShapeError(
+                f"a tensor of shape {tuple(tensor.shape)} is to be written to, but its elements share memory: it was "
+                "made by expand(). Pass tensor.clone()."
+            )
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        self._copies.append((tensor, copy))
+        return self._touch(copy)
+
+    def copy_back(self) -> None:
+        """Write what copies hold into the tensors that they stand for."""
+        for tensor, copy in reversed(self._copies):  # a part of a copy before the whole
+            tensor.copy_(copy)
+
+    def _touch(self, tensor: Tensor) -> Tensor:
+        self.touched.append(tensor)
+        return tensor
+
+
+def seed_for(codec: Codec, seed: int | None) -> int:
+    """The seed of a call: drawn on the caller's thread, so that torch.manual_seed() settles it."""
+    return checks.seed(seed) if codec.stochastic else 0

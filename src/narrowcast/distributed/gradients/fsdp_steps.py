@@ -1,0 +1,77 @@
+"""The steps of an FSDP2 model: which backward a reduction belongs to, and whether all ranks' gradients were finite.
+
+A step is one backward pass that reduces gradients. torch does not say when one begins: it does when a parameter group
+is to be reduced that the step before has reduced already.
+
+A rank sees its own shards only. So at the end of a backward ranks tell each other whether all is finite (`share` in
+outcome.py), on which residuals depend.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from narrowcast.distributed.gradients.compression import GradientCompression
+from narrowcast.distributed.gradients.fsdp_groups import ParameterGroup
+from narrowcast.distributed.gradients.outcome import Outcome, share
+from narrowcast.distributed.transport.group import Group, group_for
+
+
+class Steps:
+    """The steps of one model."""
+
+    def __init__(self, state: GradientCompression) -> None:
+        self._state = state
+        self._step: int | None = None
+        self._reduced: set[int] = set()
+        """The parameter groups that have been reduced in this step."""
+        self._outcome = Outcome()
+        self._task, self._waiting = -1, -1
+        """The pass in which a group was reduced last, and the one whose end is waited for: numbers of autograd's."""
+        self._to_tell: dict[dist.ProcessGroup, torch.device] = {}
+        """Who shares parameters that were reduced in this pass."""
+
+    def step_of(self, parameters: ParameterGroup) -> tuple[int, Outcome]:
+        """The number of the step in which a parameter group is being reduced, and its outcome."""
+        loaded = self._step is not None and self._state.step != self._step + 1
+        task = torch._C._current_graph_task_id()
+        if self._step is None or loaded or parameters.index in self._reduced:
+            self._step = self._state.step
+            self._state.step += 1
+            self._reduced.clear()
+            if self._outcome.complete or task != self._task:  # else one pass reduces it bit by bit
+                self._outcome = Outcome()
+        self._reduced.add(parameters.index)
+        self._outcome.complete, self._task = False, task
+        return self._step, self._outcome
+
+    def tell_at_the_end(self, parameters: ParameterGroup) -> None:
+        """When this pass is over, tell all ranks that share these parameters whether all is finite here."""
+        for members in parameters.process_groups:
+            self._to_tell[members] = parameters.device
+        if self._task == -1:
+            self._tell()
+        elif self._task != self._waiting:
+            self._waiting = self._task
+            torch.autograd.Variable._execution_engine.queue_callback(self._tell)
+
+    def tell_of(self, error: BaseException, here: Group) -> None:
+        """Backward breaks off in a job of `here`: ranks that wait to be told how it went fail, too."""
+        for members, device in self._take().items():
+            group = group_for(members, device, "gradients")
+            if group is here:
+                group.give_up("gradients", error)
+            else:
+                group.refuse("gradients", error)
+
+    def _tell(self) -> None:
+        """A verdict reaches all ranks of a mesh when it goes through each of its dimensions, and all others by way of
+        the larger group."""
+        for members, device in sorted(self._take().items(), key=lambda item: item[0].size()):
+            share(self._outcome, group_for(members, device, "gradients"), self._step or 0)
+        self._outcome.complete = True
+
+    def _take(self) -> dict[dist.ProcessGroup, torch.device]:
+        to_tell, self._to_tell, self._waiting = self._to_tell, {}, -1
+        return to_tell

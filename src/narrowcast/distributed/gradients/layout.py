@@ -1,0 +1,244 @@
+"""Where gradients lie in the chunks that are reduced. It depends on the parameter and the number of ranks alone.
+
+A parameter's gradient is seen as a matrix with one row per rank, its owner: rank r owns elements r*part to (r+1)*part,
+where `part` is a multiple of `UNIT`. Zeros fill the last rows. The columns are cut into sections of a fixed size. A
+`ChunkLayout` is some sections side by side: row r of a chunk is what rank r owns of it.
+
+So neither the blocks of a codec nor the owner of an element depend on which parameters share a bucket. DDP fills one
+bucket in its first iteration and several later; a run that is resumed gives the same bits as one that was not stopped.
+
+DDP's buckets hold gradients end to end, to be gathered into that matrix. FSDP2's buffers are that matrix already
+(`sharded`): offsets are then columns of it, and torch has settled each `part`.
+
+For exempt parameters, which travel without loss, the result does not depend on the owner. They are laid end to end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from narrowcast.codecs import Codec
+from narrowcast.errors import CollectiveError
+
+UNIT = 128
+"""A part is a multiple of so many elements: whole blocks of the usual codecs, and aligned rows."""
+
+SECTION = 1 << 19
+"""Elements of a section, at most."""
+
+CHUNK, CHUNK_COLUMNS = 1 << 21, 1 << 14
+"""Elements of a chunk, about; with many ranks, as many as make so many columns, since each row is a message. It bounds
+the memory in which gradients are put side by side: a few times this."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Some columns of a parameter's gradient."""
+
+    name: str
+    numel: int
+    """Elements of the whole parameter."""
+    ranks: int
+    part: int
+    """Columns of the whole parameter."""
+    start: int
+    columns: int
+
+    @property
+    def whole_rows(self) -> int:
+        """How many rows have all their columns; the next one may have some, those after it have none."""
+        return min(self.ranks, max(0, (self.numel - self.start - self.columns) // self.part + 1))
+
+    @property
+    def rest(self) -> int:
+        """How many columns the row after the whole ones has."""
+        if self.whole_rows == self.ranks:
+            return 0
+        return max(0, min(self.columns, self.numel - self.whole_rows * self.part - self.start))
+
+    @property
+    def key(self) -> int:
+        """A number for it that is the same in every run."""
+        named = f"{self.start} {self.name}".encode()
+        return int.from_bytes(hashlib.blake2b(named, digest_size=7).digest(), "little")
+
+    def elements(self, flat: Tensor) -> Iterator[Tensor]:
+        """Its elements in the flat parameter or gradient."""
+        rows, first = self.whole_rows, flat.storage_offset() + self.start
+        if rows:
+            yield flat.as_strided((rows, self.columns), (self.part, 1), first)
+        if self.rest:
+            start = rows * self.part + self.start
+            yield flat[start : start + self.rest]
+
+    def places(self, matrix: Tensor) -> Iterator[Tensor]:
+        """Where `elements` lie in a matrix [ranks, columns]."""
+        rows = self.whole_rows
+        if rows:
+            yield matrix[:rows]
+        if self.rest:
+            yield matrix[rows, : self.rest]
+
+    def padding(self, matrix: Tensor) -> Iterator[Tensor]:
+        """The rest of a matrix [ranks, columns]."""
+        rows = self.whole_rows
+        if rows < self.ranks:
+            yield matrix[rows, self.rest :]
+            yield matrix[rows + 1 :]
+
+    def owned(self, rank: int) -> int:
+        """How many elements `rank` owns."""
+        return self.columns if rank < self.whole_rows else self.rest if rank == self.whole_rows else 0
+
+
+def is_worth_rows(numel: int, ranks: int) -> bool:
+    """Whether a parameter is large enough to be cut in rows; a smaller one would be mostly padding."""
+    return numel >= UNIT * ranks
+
+
+def sections_of(name: str, numel: int, ranks: int, part: int = 0) -> list[Section]:
+    """All sections of a parameter; `part` is how much of it a rank owns, where that is settled already."""
+    part = part or -(-numel // (ranks * UNIT)) * UNIT
+    width = max(1, SECTION // (ranks * UNIT)) * UNIT
+    return [Section(name, numel, ranks, part, start, min(width, part - start)) for start in range(0, part, width)]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A parameter's gradient in a bucket: `offset` is where it starts, in elements, or in columns where sharded."""
+
+    name: str
+    offset: int
+    numel: int
+    exempt: bool
+    part: int = 0
+    """Where sharded: how many columns it has, padding included."""
+
+
+@dataclass(eq=False)
+class ChunkLayout:
+    """What is reduced at once: sections side by side, and runs (offset, length) of exempt elements, or columns."""
+
+    sections: list[tuple[Section, int]] = field(default_factory=list)
+    """Each with the offset of its parameter in the bucket."""
+    exempt: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def columns(self) -> int:
+        return sum(section.columns for section, _ in self.sections)
+
+    @property
+    def exempt_numel(self) -> int:
+        return sum(numel for _, numel in self.exempt)
+
+    @property
+    def ranks(self) -> int:
+        return self.sections[0][0].ranks if self.sections else 0
+
+    def spans(self) -> Iterator[tuple[Section, int, slice]]:
+        """Each section, the offset of its parameter, and its columns in the chunk."""
+        start = 0
+        for section, offset in self.sections:
+            yield section, offset, slice(start, start + section.columns)
+            start += section.columns
+
+    def padding(self, matrix: Tensor) -> list[Tensor]:
+        """What no element of a gradient fills of a chunk's matrix [ranks, columns]."""
+        return [view for section, _, span in self.spans() for view in section.padding(matrix[:, span])]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring columns that are encoded as one row."""
+
+    key: int
+    columns: slice
+    """Where its gradients are: in the matrix of the chunk, or of the call where sharded."""
+    places: slice
+    """In the matrix of the chunk."""
+
+
+def runs_of(layout: ChunkLayout, codec: Codec, *, sharded: bool) -> list[Run]:
+    """The rows of a chunk: as few as keep each section's bytes independent of its neighbours."""
+    alone = codec.stochastic or codec.block == "row" or (isinstance(codec.block, int) and UNIT % codec.block != 0)
+    runs: list[Run] = []
+    for section, offset, places in layout.spans():
+        start = offset + section.start if sharded else places.start
+        columns = slice(start, start + section.columns)
+        last = runs[-1] if runs and not alone else None
+        if last and last.columns.stop == start and (start - last.columns.start) % UNIT == 0:
+            runs[-1] = Run(0, slice(last.columns.start, columns.stop), slice(last.places.start, places.stop))
+        else:
+            runs.append(Run(section.key if alone else 0, columns, places))
+    return runs
+
+
+def exempt_runs(layout: ChunkLayout) -> list[slice]:
+    """The exempt elements (or columns) of a chunk, neighbours as one."""
+    runs: list[slice] = []
+    for offset, count in layout.exempt:
+        if runs and runs[-1].stop == offset:
+            runs[-1] = slice(runs[-1].start, offset + count)
+        else:
+            runs.append(slice(offset, offset + count))
+    return runs
+
+
+def elements_at_once(ranks: int) -> int:
+    """How many elements a chunk may have."""
+    return max(CHUNK, CHUNK_COLUMNS * ranks)
+
+
+def lay_out(
+    gradients: Iterable[Gradient], ranks: int, *, sharded: bool = False, at_once: bool = False
+) -> list[ChunkLayout]:
+    """The chunks of a bucket, each as full as it may be; `at_once` makes it one."""
+    most = (1 << 62) if at_once else elements_at_once(ranks)
+    chunks, size = [ChunkLayout()], 0
+
+    def room_for(numel: int) -> ChunkLayout:
+        nonlocal size
+        if size and size + numel > most:
+            chunks.append(ChunkLayout())
+            size = 0
+        size += numel
+        return chunks[-1]
+
+    unit = ranks if sharded else 1
+    width = max(1, elements_at_once(ranks) // unit)
+    in_order = gradients if sharded else sorted(gradients, key=lambda gradient: not gradient.exempt)
+    for gradient in in_order:
+        if gradient.exempt:
+            length = gradient.part if sharded else gradient.numel
+            for start in range(0, length, width):
+                count = min(width, length - start)
+                room_for(count * unit).exempt.append((gradient.offset + start, count))
+        else:
+            for section in sections_of(gradient.name, gradient.numel, ranks, gradient.part):
+                room_for(section.columns * ranks).sections.append((section, gradient.offset))
+    return chunks
+
+
+def check_cover(gradients: Sequence[Gradient], total: int) -> None:
+    """Raise unless these gradients are all that a bucket of `total` elements holds: nothing may go unreduced."""
+    end = 0
+    for gradient in sorted(gradients, key=lambda gradient: (gradient.offset, gradient.numel)):
+        if gradient.offset != end:
+            raise CollectiveError(
+                f"bucket: {gradient.name} starts at element {gradient.offset}, and what is before it ends at {end}. "
+                f"Parameters must lie side by side: torch {torch.__version__} fills its buckets in a way that this "
+                "narrowcast does not know. Update narrowcast, or leave this model uncompressed."
+            )
+        end += gradient.numel
+    if end != total:
+        names = ", ".join(gradient.name for gradient in gradients[:3]) + ("..." if len(gradients) > 3 else "")
+        raise CollectiveError(
+            f"bucket: holds {total} elements, and its parameters ({names}) have {end}. The rest would not be averaged: "
+            f"torch {torch.__version__} fills its buckets in a way that this narrowcast does not know. Update "
+            "narrowcast, or leave this model uncompressed."
+        )

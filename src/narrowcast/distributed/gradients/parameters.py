@@ -1,0 +1,46 @@
+"""The parameters whose gradients travel: their names, their sizes, and which of them are exempt from compression."""
+
+from __future__ import annotations
+
+import hashlib
+
+from torch import Tensor, nn
+
+from narrowcast.distributed.gradients.layout import is_worth_rows
+from narrowcast.distributed.gradients.options import Exempt, numbers, plain_name, rule_of
+
+
+class Parameters:
+    """Those of `model`. Without one, parameters are numbered as they come."""
+
+    def __init__(self, model: nn.Module | None, exempt: Exempt) -> None:
+        self.named = model is not None
+        """Whether the names are the model's."""
+        self.numels: dict[str, int] = {}
+        self.exempts: dict[str, bool] = {}
+        self._names: dict[int, str] = {}
+        self._rule = rule_of(exempt)
+        if model is not None:
+            for name, parameter in model.named_parameters():
+                self._add(plain_name(name), parameter)
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The name of a parameter; one that is not of the model gets a number."""
+        if id(parameter) not in self._names:
+            self._add(f"parameter {len(self._names)}", parameter)
+        return self._names[id(parameter)]
+
+    def is_exempt(self, name: str, numel: int, ranks: int) -> bool:
+        """Whether a parameter travels without loss in whatever codec, among so many ranks."""
+        return self.exempts[name] or not is_worth_rows(numel, ranks)
+
+    def __str__(self) -> str:
+        """What every rank must have in common, in few words."""
+        known = sorted((name, self.numels[name], exempt) for name, exempt in self.exempts.items())
+        digest = hashlib.blake2b(repr(known).encode(), digest_size=4).hexdigest()
+        return f"parameters={len(known)} exempt={sum(self.exempts.values())} #{digest}"
+
+    def _add(self, name: str, parameter: Tensor) -> None:
+        self._names[id(parameter)] = name
+        self.numels[name] = numbers(parameter) * parameter.numel()
+        self.exempts[name] = bool(self._rule(name, parameter))

@@ -1,0 +1,219 @@
+"""The residuals of error feedback, from step to step.
+
+They belong to parameters. Chunks ask for them in their own layout; when DDP rebuilds its buckets, or a state dict was
+loaded, they move there. A step writes next residuals beside those that it adds. These count from the next step on, if
+the step is applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from narrowcast.distributed.gradients.layout import ChunkLayout, Section, sections_of
+from narrowcast.distributed.gradients.options import Mode
+from narrowcast.distributed.gradients.outcome import Outcome
+
+Named = dict[str, tuple[Tensor | None, Tensor | None]]
+"""By parameter: the sender's residual and the owner's."""
+
+
+class ChunkResiduals:
+    """The residuals of a chunk: the sender's [ranks, columns], the owner's [columns], and memory for the next ones."""
+
+    def __init__(self, sender: Tensor | None, owner: Tensor | None) -> None:
+        self.sender = sender
+        self.owner = owner
+        self._next: tuple[Tensor | None, Tensor | None] | None = None
+
+    @property
+    def next(self) -> tuple[Tensor | None, Tensor | None]:
+        """Where a step leaves its residuals. What it does not write is zero."""
+        if self._next is None:
+            self._next = _zeros_like(self.sender), _zeros_like(self.owner)
+        return self._next
+
+    def commit(self) -> None:
+        """From now on, the next residuals are the residuals."""
+        before = self.sender, self.owner
+        (self.sender, self.owner), self._next = self.next, before
+
+    def roll_back(self) -> None:
+        """Drop the next residuals of a step that broke off."""
+        self._next = None
+
+    def tensors(self) -> list[Tensor]:
+        """All of its memory."""
+        return [t for t in (self.sender, self.owner, *(self._next or ())) if t is not None]
+
+
+@dataclass(frozen=True)
+class StepResiduals:
+    """The residuals of a chunk in the step under way: those that are added, and where the next ones go."""
+
+    sender: Tensor | None = None
+    owner: Tensor | None = None
+    next_sender: Tensor | None = None
+    next_owner: Tensor | None = None
+
+
+class Residuals:
+    """The residuals of one rank, by parameter. Without `owners`, sums are not quantized and have no residuals."""
+
+    def __init__(self, mode: Mode, ranks: int, rank: int, owners: bool = True) -> None:
+        self.mode = mode
+        self.owners = owners
+        self.ranks = ranks
+        self.rank = rank
+        self._chunks: dict[ChunkLayout, ChunkResiduals] = {}
+        self._places: dict[tuple[str, int], tuple[ChunkLayout, Section, slice, ChunkResiduals]] = {}
+        """Where the residuals of each section are, by the name of its parameter and its first column."""
+        self._loaded: Named = {}
+        """Residuals from a state dict that no chunk has asked for yet."""
+        self._outcome: Outcome | None = None
+        self._reduced: set[ChunkResiduals] = set()
+        """Those whose next residuals the step under way has written."""
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def enter(self, outcome: Outcome) -> None:
+        """A bucket of this step comes next. If it is another step than before, that one is settled."""
+        if outcome is not self._outcome:
+            self.settle()
+            self._outcome = outcome
+
+    def settle(self) -> None:
+        """The step under way is over: if it is applied, its residuals count; if not, those before it do."""
+        outcome, self._outcome = self._outcome, None
+        reduced, self._reduced = self._reduced, set()
+        if outcome is None:
+            return
+        if outcome.applies:
+            for residuals in reduced:
+                residuals.commit()
+        elif outcome.error is not None or not outcome.complete:
+            for residuals in self._chunks.values():
+                residuals.roll_back()
+
+    def settle_if_complete(self) -> None:
+        """Settle the step under way, unless it is not over."""
+        if self._outcome is not None and self._outcome.complete:
+            self.settle()
+
+    def step_of(self, chunk: ChunkLayout, device: torch.device) -> StepResiduals:
+        """The residuals of a chunk in the step under way."""
+        residuals = self._of(chunk, device)
+        twice = residuals in self._reduced  # the chunk is reduced a second time in one step
+        before = residuals.next if twice else (residuals.sender, residuals.owner)
+        return StepResiduals(*before, *residuals.next)
+
+    def reduced(self, chunks: Iterable[ChunkLayout]) -> None:
+        """The step under way has written the next residuals of these chunks."""
+        self._reduced.update(self._chunks[chunk] for chunk in chunks if chunk.sections)
+
+    # -- by chunk and by parameter ------------------------------------------------------------------------------------
+
+    def of(self, chunk: ChunkLayout, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """The sender's residuals of a chunk [ranks, columns], and the owner's [columns]; None where there are none."""
+        residuals = self._of(chunk, device)
+        return residuals.sender, residuals.owner
+
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """All residuals: the sender's, and the owner's."""
+        places = [(span, residuals) for _, _, span, residuals in self._places.values()]
+        senders = [residuals.sender[:, span] for span, residuals in places if residuals.sender is not None]
+        owners = [residuals.owner[span] for span, residuals in places if residuals.owner is not None]
+        return senders, owners
+
+    def nbytes(self) -> int:
+        """The memory that they take."""
+        chunks = {id(residuals): residuals for *_, residuals in self._places.values()}
+        return sum(4 * tensor.numel() for residuals in chunks.values() for tensor in residuals.tensors())
+
+    def by_name(self) -> Named:
+        """Each parameter's residuals, flat: the sender's, and the owner's of the elements that this rank owns."""
+        named = dict(self._loaded)
+        for (name, _), (_, section, _, _) in self._places.items():
+            if name not in named:
+                named[name] = self._gather(name, section)
+        return named
+
+    def load(self, named: Named) -> None:
+        """Drop all residuals, and start from these."""
+        self._outcome = None
+        self._reduced.clear()
+        self._chunks.clear()
+        self._places.clear()
+        self._loaded = dict(named)
+
+    def _of(self, chunk: ChunkLayout, device: torch.device) -> ChunkResiduals:
+        residuals = self._chunks.get(chunk)
+        if residuals is None:
+            residuals = self._chunks[chunk] = ChunkResiduals(
+                _zeros((chunk.ranks, chunk.columns), device) if self.mode is True else None,
+                _zeros((chunk.columns,), device) if self.owners else None,
+            )
+            for section, _, span in chunk.spans():
+                self._move_in(chunk, section, span, residuals)
+        return residuals
+
+    def _move_in(self, chunk: ChunkLayout, section: Section, span: slice, residuals: ChunkResiduals) -> None:
+        """Bring a section's residuals from where they were: another chunk, or a state dict."""
+        key = section.name, section.start
+        place = self._places.get(key)
+        if place is not None:
+            old_chunk, _, old_span, old = place
+            if residuals.sender is not None and old.sender is not None:
+                residuals.sender[:, span].copy_(old.sender[:, old_span])
+            if residuals.owner is not None and old.owner is not None:
+                residuals.owner[span].copy_(old.owner[old_span])
+            if self._chunks.get(old_chunk) is old:  # if that chunk is used again, it starts from here
+                del self._chunks[old_chunk]
+        elif section.name in self._loaded:
+            self._take_loaded(section, span, residuals)
+        self._places[key] = chunk, section, span, residuals
+
+    def _take_loaded(self, section: Section, span: slice, residuals: ChunkResiduals) -> None:
+        sender, owner = self._loaded[section.name]
+        if residuals.sender is not None and sender is not None:
+            _copy(section.elements(sender), section.places(residuals.sender[:, span]))
+        if residuals.owner is not None and owner is not None:
+            count = section.owned(self.rank)
+            residuals.owner[span][:count].copy_(owner[section.start : section.start + count])
+        if all((section.name, other.start) in self._places for other in _others(section)):
+            del self._loaded[section.name]
+
+    def _gather(self, name: str, like: Section) -> tuple[Tensor | None, Tensor | None]:
+        """All of a parameter's residuals, of which one section is known."""
+        sender = _zeros((like.numel,)) if self.mode is True else None
+        owned = max(0, min(like.part, like.numel - self.rank * like.part))
+        owner = _zeros((owned,)) if self.owners else None
+        for section in (like, *_others(like)):
+            _, _, span, residuals = self._places[name, section.start]
+            if sender is not None and residuals.sender is not None:
+                _copy(section.places(residuals.sender[:, span]), section.elements(sender))
+            if owner is not None and residuals.owner is not None:
+                count = section.owned(self.rank)
+                owner[section.start : section.start + count].copy_(residuals.owner[span][:count])
+        return sender, owner
+
+
+def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=device)
+
+
+def _zeros_like(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else torch.zeros_like(tensor)
+
+
+def _others(section: Section) -> list[Section]:
+    every = sections_of(section.name, section.numel, section.ranks, section.part)
+    return [other for other in every if other.start != section.start]

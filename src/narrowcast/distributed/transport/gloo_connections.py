@@ -1,0 +1,80 @@
+"""One generation of gloo connections between the ranks of a group: what the wires on them share.
+
+They are a process group of narrowcast's own, made from the store of the caller's group. Several wires may use them at
+once, each with tags of its own. A rank that gives them up says why in a last message, for which every rank has posted a
+receive from the start, and then breaks them: every peer that waits for this rank learns of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from narrowcast.distributed.transport import agreement
+from narrowcast.distributed.transport.gloo_messages import Message
+from narrowcast.distributed.transport.wire import WireError
+
+LAST_WORDS_BYTES = 2048
+_LAST_WORDS, _NEVER_SENT = 1, 2  # tags; 0 and those from 3 on belong to wires
+
+
+class _User(Protocol):
+    def give_up(self, error: WireError) -> None: ...
+
+
+class Gloo:
+    """The connections of one rank with all others of its group."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, connect_within: timedelta
+    ) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.timeout = timeout
+        self.targets = [(rank + i) % self.size for i in range(1, self.size)]
+        self.sources = [(rank - i) % self.size for i in range(1, self.size)]
+        self._group: Any = dist.ProcessGroupGloo(store, rank, self.size, connect_within)
+        self._users: weakref.WeakSet[_User] = weakref.WeakSet()
+        with torch.inference_mode(False):  # it outlives the call
+            self._heard = torch.zeros(self.size, LAST_WORDS_BYTES, dtype=torch.uint8, device="cpu")
+        self._listening = [self.receive(self._heard[peer], peer, _LAST_WORDS) for peer in self.sources]
+
+    def send(self, row: Tensor, peer: int, tag: int, tail: bool = False) -> Message:
+        return Message(self._group.send, row, peer, tag, self.timeout, tail)
+
+    def receive(self, row: Tensor, peer: int, tag: int, tail: bool = False) -> Message:
+        return Message(self._group.recv, row, peer, tag, self.timeout, tail)
+
+    def look(self, peer: int) -> None:
+        """Raise where the connection to a peer is broken (6)."""
+        self.receive(torch.empty(1, dtype=torch.uint8, device="cpu"), peer, _NEVER_SENT)
+
+    def used_by(self, user: _User) -> None:
+        """Note a wire, whose waits are to end when the connections are given up."""
+        self._users.add(user)
+
+    def close(self, last_words: bytes = b"") -> None:
+        """Say why, and break every connection."""
+        words = torch.zeros(LAST_WORDS_BYTES, dtype=torch.uint8, device="cpu")
+        if last_words:
+            words[: len(last_words)] = agreement.as_tensor(last_words)
+        for peer in self.targets:
+            with contextlib.suppress(WireError):  # it may be the one that is gone
+                self.send(words, peer, _LAST_WORDS)
+        for peer in self.sources:  # a wait that runs into its time limit breaks all of them (4)
+            with contextlib.suppress(WireError):
+                self.receive(words[:1], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        for user in list(self._users):
+            user.give_up(WireError(self.rank, "the connections were closed", "gone"))
+
+    def last_words(self, peer: int) -> bytes:
+        """The reason that a peer gave when it broke the connections; nothing from one that gave none."""
+        return self._heard[peer].numpy().tobytes().rstrip(b"\0")
