@@ -144,7 +144,7 @@ def overlapping(rank: int) -> Any:
     """Rank 1 starts its step when rank 0 has handed over all its buckets: a hook that waited would wait forever."""
     ddp, _ = trained.usual(bucket_cap_mb=FEW)
     trained.steps(ddp, rank, 2)
-    reduce, done = engine.reduce, []
+    reduce, done = engine.average_bucket, []
     store = distributed_c10d._get_default_store()
 
     def watched(*args: Any) -> Any:
@@ -155,7 +155,7 @@ def overlapping(rank: int) -> Any:
         return future
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine, "reduce", watched)
+        patched.setattr(engine, "average_bucket", watched)
         if rank == 1:
             store.wait(["handed over"])
         return trained.backward(ddp, given(SHAPES, rank, 2)), done

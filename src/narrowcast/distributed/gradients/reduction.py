@@ -128,7 +128,7 @@ class _FlatChunk(GradientChunk):
         for run in runs_of(layout, collective.call.codec, sharded=False) if layout.sections else ():
             averages = self._averages[:, run.places].unbind()
             segments.append(self.segment(run, meant[:, run.places], averages, bucket.probe))
-        super().__init__(collective, segments, index, divisor=ranks)
+        super().__init__(collective, segments, index, divisor=ranks, eager=False)
 
     def prepare(self) -> None:
         """Put the gradients side by side, added to the residuals where there are some."""

@@ -93,10 +93,21 @@ class Segment:
 
 
 class Chunk:
-    """Segments that travel in one message to each peer. With `keep_sums`, each owner keeps its sum to itself."""
+    """Segments that travel in one message to each peer.
+
+    With `keep_sums`, each owner keeps its sum to itself. With `eager`, the first chunk travels with the header where it
+    is small enough.
+    """
 
     def __init__(
-        self, collective: Collective, segments: Sequence[Segment], index: int, divisor: int, *, keep_sums: bool = False
+        self,
+        collective: Collective,
+        segments: Sequence[Segment],
+        index: int,
+        divisor: int,
+        *,
+        keep_sums: bool = False,
+        eager: bool = True,
     ) -> None:
         self.collective = collective
         self.segments = segments
@@ -109,7 +120,7 @@ class Chunk:
         self._inbox = take(f"inbox {slot}", shape[0] * shape[1]).view(shape)
         if not keep_sums:
             self._sums = take(f"sums {slot}", sum(self.sizes)).split(self.sizes)
-        self._rides_along = index == 0 and max(self.sizes) <= collective.wire.eager
+        self._rides_along = eager and index == 0 and max(self.sizes) <= collective.wire.eager
         self._prepared = False
         self._first_row: Tensor | None = None
 

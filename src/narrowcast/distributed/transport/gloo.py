@@ -4,7 +4,7 @@ Receives have room for a header and an eager row: gloo lets a message be shorter
 process on one that is longer, which is why ranks agree on sizes first.
 
 A rank sends to rank+1 first, then to rank+2 and so on, so that at any time ranks send to different ones. At most
-`ROUNDS` rows to each peer are under way, and none waits for a receive: a link stays busy while its rank encodes, sums
+`ROUNDS` rows to each peer are under way before one is waited for: a link stays busy while its rank encodes, sums
 or decodes. bench/wire.py compares it with gloo's own collectives.
 """
 

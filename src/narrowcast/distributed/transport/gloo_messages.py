@@ -5,7 +5,7 @@ tests/distributed/transport/test_gloo.py has a test for each, by its number:
 
 1. A message may be shorter than its receive. (One that is longer aborts the process.)
 2. Messages of one pair and tag match receives in order; messages of other tags do not wait for them.
-3. A send ends without a receive having been posted for it, as long as the peer's socket takes the bytes.
+3. A send ends no sooner than its receive is posted: who waits for one waits for the peer's program.
 4. A wait that runs into its time limit raises, says "timed out" or "timeout", and breaks all connections of the group.
 5. When a connection breaks, a receive that has not begun raises at once, and does not speak of a timeout.
 6. On a broken connection, no new receive can be started.
