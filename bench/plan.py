@@ -37,7 +37,8 @@ from machine import sentence  # noqa: E402
 from narrowcast import distributed as ncd  # noqa: E402
 from narrowcast.distributed.gradients.compression import GradientCompression  # noqa: E402
 from narrowcast.distributed.gradients.ddp import average_bucket  # noqa: E402
-from narrowcast.distributed.planning.planner import NONE, plan  # noqa: E402
+from narrowcast.distributed.planning.planner import plan  # noqa: E402
+from narrowcast.distributed.planning.prediction import NONE  # noqa: E402
 from netlab.tcp import choose  # noqa: E402
 
 NETWORKS = {f"{ranks}x{rate}": (ranks, rate) for rate in ("100mbit", "1gbit", "unlimited") for ranks in (2, 4)}

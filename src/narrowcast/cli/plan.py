@@ -129,7 +129,8 @@ def _on_paper(
     from narrowcast.codecs import codec as as_codec
     from narrowcast.distributed.planning.codec_speed import measure_codecs
     from narrowcast.distributed.planning.link import link_on_paper
-    from narrowcast.distributed.planning.planner import NONE, decide
+    from narrowcast.distributed.planning.planner import decide
+    from narrowcast.distributed.planning.prediction import NONE
     from narrowcast.distributed.transport.gloo import EAGER
 
     speeds = measure_codecs([as_codec(name) for name in codecs if name != NONE], device, ranks=ranks)
@@ -155,7 +156,7 @@ def _show(made: Plan, count: int, live: bool, dtype: str, device: torch.device) 
     import torch
 
     from narrowcast.codecs import which_kernel
-    from narrowcast.distributed.planning.planner import NONE
+    from narrowcast.distributed.planning.prediction import NONE
 
     console = Console()
     link, plain = made.link, next(p for p in made.predictions if p.codec == NONE)

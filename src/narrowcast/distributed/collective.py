@@ -4,14 +4,16 @@
 in `run`, once for every kind of collective. While it runs, a protocol finds in it what it needs: the wire, an encoder,
 and the ways to agree and to send.
 
-`Operands` are the tensors of a call, as a protocol takes them.
+`Operands` are the tensors of a call, as a protocol takes them; a `Request` is what else its caller says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast.codecs import Codec, checks
@@ -19,10 +21,12 @@ from narrowcast.distributed.encoder import Encoder, derive_seed
 from narrowcast.distributed.stats import Meter, span
 from narrowcast.distributed.transport import agreement
 from narrowcast.distributed.transport.agreement import Call
-from narrowcast.distributed.transport.group import Group
+from narrowcast.distributed.transport.group import Group, group_for
 from narrowcast.distributed.transport.wire import Wire
 from narrowcast.distributed.transport.work import Work
 from narrowcast.errors import ShapeError
+
+Counts = tuple[int, ...]
 
 
 class Collective:
@@ -230,3 +234,27 @@ class Operands:
 def seed_for(codec: Codec, seed: int | None) -> int:
     """The seed of a call: drawn on the caller's thread, so that torch.manual_seed() settles it."""
     return checks.seed(seed) if codec.stochastic else 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asks of a collective, whichever it is."""
+
+    op: str
+    members: dist.ProcessGroup
+    async_op: bool
+    codec: Codec
+    seed: int | None
+
+    def launch(
+        self,
+        words: str,
+        protocol: Callable[[Collective], None],
+        operands: Operands,
+        plain_bytes: int,
+        sent: Counts = (),
+        expected: Counts = (),
+    ) -> Work | None:
+        group, seed = group_for(self.members, operands.written[0].device), seed_for(self.codec, self.seed)
+        call = Call(self.op, self.codec, words, sent, expected)
+        return Collective(group, call, protocol, plain_bytes=plain_bytes, seed=seed).launch(operands, self.async_op)

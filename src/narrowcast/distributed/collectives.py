@@ -7,10 +7,9 @@ same codec. In a group of one rank nothing travels and nothing is quantized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,16 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
-from narrowcast.distributed.collective import Collective, Operands, seed_for
-from narrowcast.distributed.encoder import lossless
-from narrowcast.distributed.entry import collective, group_of_meshes, mesh_of
-from narrowcast.distributed.protocols import mesh as meshes
+from narrowcast.distributed.collective import Collective, Operands, Request
+from narrowcast.distributed.entry import collective
+from narrowcast.distributed.meshes import all_reduce_over_mesh
 from narrowcast.distributed.protocols import one_way, two_stage
-from narrowcast.distributed.stats import span
-from narrowcast.distributed.transport.agreement import Call
-from narrowcast.distributed.transport.group import group_for
 from narrowcast.distributed.transport.work import Work
-from narrowcast.errors import ShapeError
 
 AnyCodec = str | Codec | Mapping[str, Any]
 SUM = dist.ReduceOp.SUM
@@ -50,7 +44,7 @@ def all_reduce(
     `local_codec`), and only their sums travel between hosts in `codec`.
     """
     if isinstance(group, DeviceMesh):
-        return _all_reduce_over_mesh(tensor, op, group, async_op, codec, local_codec, seed)
+        return all_reduce_over_mesh(tensor, op, group, async_op, codec, local_codec, seed)
     chosen, members = as_codec(codec), arguments.members(group, "all_reduce")
     target = arguments.tensor(tensor, "tensor")
     if members is None:
@@ -63,45 +57,9 @@ def all_reduce(
         if collective.size > 1:
             two_stage.all_reduce(collective, data.view(-1), divisor)
 
-    call = Call("all_reduce", chosen, f"{arguments.in_common(target)}, numel={target.numel()}, op={name}")
+    words = f"{arguments.in_common(target)}, numel={target.numel()}, op={name}"
     plain = 2 * arguments.nbytes(target) * (members.size() - 1) // members.size()
-    return _launch(members, call, protocol, operands, plain, async_op, seed)
-
-
-def _all_reduce_over_mesh(
-    tensor: Tensor,
-    op: Any,
-    group: DeviceMesh,
-    async_op: bool,
-    codec: AnyCodec,
-    local_codec: AnyCodec | None,
-    seed: int | None,
-) -> Work | None:
-    arguments.members(None, "all_reduce")
-    if group.ndim != 2:
-        raise ShapeError(
-            f"group: a mesh for all_reduce has two dimensions, hosts x local, not {group.ndim}. "
-            'Make one with init_device_mesh("cpu", (hosts, local)).'
-        )
-    if group.get_coordinate() is None:
-        return None
-    target = arguments.tensor(tensor, "tensor")
-    name, divisor = arguments.reduction(op, group.size(), "all_reduce")
-    far = as_codec(codec)
-    near = lossless(target.dtype) if local_codec is None else as_codec(local_codec)
-    seeds = seed_for(near, seed), seed_for(far, seed)
-    operands, mesh = Operands(tensor), mesh_of(group, target.device)
-    assert mesh is not None
-    data = operands.write(target)
-    words = f"{arguments.in_common(target)}, numel={target.numel()}, op={name}, local_codec={near.spec}"
-
-    def job() -> list[Tensor]:
-        with span("narrowcast::all_reduce"), torch.no_grad():
-            meshes.all_reduce(mesh, data.view(-1), divisor, near=near, far=far, seeds=seeds, words=words)
-            operands.copy_back()
-        return operands.written
-
-    return group_of_meshes(target.device).lane.start("all_reduce", job, operands.touched, async_op)
+    return Request("all_reduce", members, async_op, chosen, seed).launch(words, protocol, operands, plain)
 
 
 @collective
@@ -123,7 +81,8 @@ def reduce_scatter(
     target = arguments.tensor(output, "output")
     arguments.alike(target, parts[0], "output", "input_list[0]")
     arguments.count(parts[members.rank()], target.numel(), f"input_list[{members.rank()}]", "as many as output")
-    return _reduce_scatter("reduce_scatter", output, parts, op, members, async_op, as_codec(codec), seed)
+    request = Request("reduce_scatter", members, async_op, as_codec(codec), seed)
+    return _reduce_scatter(request, output, parts, op)
 
 
 @collective
@@ -145,20 +104,12 @@ def reduce_scatter_tensor(
     arguments.alike(target, source, "output", "input")
     arguments.count(source, target.numel() * members.size(), "input", f"output's for each of {members.size()} ranks")
     parts = list(checks.plain(source).contiguous().view(members.size(), target.numel()))
-    return _reduce_scatter("reduce_scatter_tensor", output, parts, op, members, async_op, as_codec(codec), seed)
+    request = Request("reduce_scatter_tensor", members, async_op, as_codec(codec), seed)
+    return _reduce_scatter(request, output, parts, op)
 
 
-def _reduce_scatter(
-    name: str,
-    output: Tensor,
-    parts: Sequence[Tensor],
-    op: Any,
-    group: dist.ProcessGroup,
-    async_op: bool,
-    codec: Codec,
-    seed: int | None,
-) -> Work | None:
-    word, divisor = arguments.reduction(op, group.size(), name)
+def _reduce_scatter(request: Request, output: Tensor, parts: Sequence[Tensor], op: Any) -> Work | None:
+    word, divisor = arguments.reduction(op, request.members.size(), request.op)
     operands = Operands(output)
     rows = [operands.read(part).view(-1) for part in parts]
     data = operands.write(output.detach())
@@ -169,10 +120,9 @@ def _reduce_scatter(
         else:
             data.view(-1).copy_(rows[0])
 
-    sizes = tuple(len(row) for row in rows)
-    call = Call(name, codec, f"{arguments.in_common(output)}, op={word}", sizes, (output.numel(),) * group.size())
+    sent, expected = tuple(len(row) for row in rows), (output.numel(),) * len(rows)
     plain = sum(arguments.nbytes(row) for row in rows) - arguments.nbytes(output)
-    return _launch(group, call, protocol, operands, plain, async_op, seed)
+    return request.launch(f"{arguments.in_common(output)}, op={word}", protocol, operands, plain, sent, expected)
 
 
 @collective
@@ -194,7 +144,8 @@ def all_gather(
     arguments.alike(source, outputs[0], "tensor", "tensor_list[0]")
     arguments.count(outputs[members.rank()], source.numel(), f"tensor_list[{members.rank()}]", "as many as tensor")
     operands = Operands(*tensor_list)
-    return _all_gather("all_gather", operands, outputs, source, members, async_op, as_codec(codec), seed)
+    request = Request("all_gather", members, async_op, as_codec(codec), seed)
+    return _all_gather(request, operands, outputs, source)
 
 
 @collective
@@ -216,19 +167,12 @@ def all_gather_into_tensor(
     arguments.count(target, source.numel() * members.size(), "output", f"input's from each of {members.size()} ranks")
     operands = Operands(output)
     outputs = list(operands.write(target).view(members.size(), *source.shape))
-    return _all_gather("all_gather_into_tensor", operands, outputs, source, members, async_op, as_codec(codec), seed)
+    request = Request("all_gather_into_tensor", members, async_op, as_codec(codec), seed)
+    return _all_gather(request, operands, outputs, source)
 
 
-def _all_gather(
-    name: str,
-    operands: Operands,
-    outputs: Sequence[Tensor],
-    source: Tensor,
-    group: dist.ProcessGroup,
-    async_op: bool,
-    codec: Codec,
-    seed: int | None,
-) -> Work | None:
+def _all_gather(request: Request, operands: Operands, outputs: Sequence[Tensor], source: Tensor) -> Work | None:
+    codec = request.codec
     arguments.rows_alike([source, *outputs], codec)
     mine = codec.as_rows(operands.read(source))
     rows = [codec.as_rows(operands.write(output)) for output in outputs]
@@ -239,10 +183,9 @@ def _all_gather(
         else:
             rows[0].copy_(mine)
 
-    sizes = tuple(output.numel() for output in outputs)
-    call = Call(name, codec, arguments.in_common(source, codec), (source.numel(),) * group.size(), sizes)
-    plain = arguments.nbytes(source) * (group.size() - 1)
-    return _launch(group, call, protocol, operands, plain, async_op, seed)
+    sent, expected = (source.numel(),) * len(rows), tuple(output.numel() for output in outputs)
+    plain = arguments.nbytes(source) * (len(rows) - 1)
+    return request.launch(arguments.in_common(source, codec), protocol, operands, plain, sent, expected)
 
 
 @collective
@@ -266,7 +209,8 @@ def all_to_all(
     inputs = arguments.tensors(input_tensor_list, "input_tensor_list", members.size())
     arguments.alike(inputs[0], outputs[0], "input_tensor_list[0]", "output_tensor_list[0]")
     operands = Operands(*output_tensor_list)
-    return _all_to_all("all_to_all", operands, outputs, inputs, members, async_op, as_codec(codec), seed)
+    request = Request("all_to_all", members, async_op, as_codec(codec), seed)
+    return _all_to_all(request, operands, outputs, inputs)
 
 
 @collective
@@ -295,20 +239,14 @@ def all_to_all_single(
     expected = arguments.splits(output_split_sizes, len(target), members.size(), "output_split_sizes", "output")
     operands = Operands(output)
     outputs, inputs = list(operands.write(target).split(expected)), list(operands.read(source).split(sent))
-    return _all_to_all("all_to_all_single", operands, outputs, inputs, members, async_op, as_codec(codec), seed)
+    request = Request("all_to_all_single", members, async_op, as_codec(codec), seed)
+    return _all_to_all(request, operands, outputs, inputs)
 
 
 def _all_to_all(
-    name: str,
-    operands: Operands,
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    async_op: bool,
-    codec: Codec,
-    seed: int | None,
+    request: Request, operands: Operands, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> Work | None:
-    rank = group.rank()
+    rank, codec = request.members.rank(), request.codec
     arguments.count(outputs[rank], inputs[rank].numel(), f"the output for rank {rank} itself", "what it sends itself")
     arguments.rows_alike([*inputs, *outputs], codec)
     rows_in = [codec.as_rows(operands.read(part)) for part in inputs]
@@ -320,11 +258,9 @@ def _all_to_all(
         else:
             rows_out[0].view(-1).copy_(rows_in[0].view(-1))
 
-    sent = tuple(part.numel() for part in inputs)
-    expected = tuple(part.numel() for part in outputs)
-    call = Call(name, codec, arguments.in_common(inputs[0], codec), sent, expected)
+    sent, expected = tuple(part.numel() for part in inputs), tuple(part.numel() for part in outputs)
     plain = sum(arguments.nbytes(part) for part in inputs) - arguments.nbytes(inputs[rank])
-    return _launch(group, call, protocol, operands, plain, async_op, seed)
+    return request.launch(arguments.in_common(inputs[0], codec), protocol, operands, plain, sent, expected)
 
 
 @collective
@@ -352,19 +288,6 @@ def broadcast(
             one_way.broadcast(collective, rows, root)
 
     source = dist.get_global_rank(members, root)
-    call = Call("broadcast", chosen, f"{arguments.in_common(target, chosen)}, numel={target.numel()}, src={source}")
+    words = f"{arguments.in_common(target, chosen)}, numel={target.numel()}, src={source}"
     plain = arguments.nbytes(target) * (members.size() - 1) if root == members.rank() else 0
-    return _launch(members, call, protocol, operands, plain, async_op, seed)
-
-
-def _launch(
-    members: dist.ProcessGroup,
-    call: Call,
-    protocol: Callable[[Collective], None],
-    operands: Operands,
-    plain_bytes: int,
-    async_op: bool,
-    seed: int | None,
-) -> Work | None:
-    group, drawn = group_for(members, operands.written[0].device), seed_for(call.codec, seed)
-    return Collective(group, call, protocol, plain_bytes=plain_bytes, seed=drawn).launch(operands, async_op)
+    return Request("broadcast", members, async_op, chosen, seed).launch(words, protocol, operands, plain)

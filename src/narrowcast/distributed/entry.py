@@ -20,10 +20,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from narrowcast.distributed import arguments
-from narrowcast.distributed.protocols.mesh import Mesh
-from narrowcast.distributed.transport.group import Group, group_for, last_device, pair_for
+from narrowcast.distributed.meshes import refuse_to_mesh
+from narrowcast.distributed.transport.group import group_for, last_device, pair_for
 from narrowcast.distributed.transport.lane import accepted
-from narrowcast.distributed.transport.work import Work
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,41 +73,14 @@ def _entered(function: Callable[P, T], refuse: Refuse) -> Callable[P, T]:
     return uncompiled(call)
 
 
-def mesh_of(mesh: DeviceMesh, device: torch.device) -> Mesh | None:
-    """The groups of a 2-D mesh (hosts x local); None where this rank is not in it."""
-    if mesh.get_coordinate() is None:
-        return None
-    between, within = (group_for(mesh.get_group(dim), device, "mesh") for dim in range(2))
-    return Mesh(within, between)
-
-
-def group_of_meshes(device: torch.device) -> Group:
-    """Whose lane all mesh collectives of this process share: they never race with others on the same groups."""
-    return group_for(c10d._get_default_group(), device, "mesh")
-
-
 def _refuse_to_group(op: str, given: dict[str, Any], error: BaseException) -> None:
     group = given.get("group")
     if isinstance(group, DeviceMesh):
-        _refuse_to_mesh(group, _device(given, c10d._get_default_group()), error)
+        refuse_to_mesh(group, _device(given, c10d._get_default_group()), error)
         return
     members = arguments.members(group, op)
     if members is not None and members.size() > 1:
         group_for(members, _device(given, members)).refuse(op, error)
-
-
-def _refuse_to_mesh(given: DeviceMesh, device: torch.device, error: BaseException) -> None:
-    if given.ndim != 2 or given.size() == 1:
-        return
-    mesh = mesh_of(given, device)
-    if mesh is None:
-        return
-
-    def job() -> list[Tensor]:
-        mesh.give_up(error)
-        return []
-
-    group_of_meshes(device).lane.run_or_queue(Work("all_reduce", job))
 
 
 def _refuse_to_pair(op: str, given: dict[str, Any], error: BaseException) -> None:

@@ -21,7 +21,9 @@ from narrowcast.distributed.planning import link as links
 from narrowcast.distributed.planning import planner as planning
 from narrowcast.distributed.planning.codec_speed import CodecSpeed, measure_codecs
 from narrowcast.distributed.planning.link import Link, link_on_paper, measure_link, slowest
-from narrowcast.distributed.planning.planner import Plan, Prediction, choose, decide, predict, predict_plain
+from narrowcast.distributed.planning.planner import Plan, choose, decide
+from narrowcast.distributed.planning.prediction import Prediction, predict, predict_plain
+from narrowcast.distributed.protocols import two_stage
 from narrowcast.distributed.transport.group import group_for
 
 LINK = Link(latency_s=0.5, bandwidth_bytes_per_s=1000.0)
@@ -61,7 +63,7 @@ def test_pieces_hide_the_shorter_of_wire_and_coding_but_for_one_piece(overlap: f
     found = predict([numel], 2, link, INT8, speed)
     wire, coding = found.wire_seconds, found.coding_seconds
     assert wire == pytest.approx(3 * 0.5 + found.bytes / 1e6)
-    pieces = len(planning.two_stage.cut(numel, 2, INT8, 128 * 1024))
+    pieces = len(two_stage.cut(numel, 2, INT8, 128 * 1024))
     assert pieces == 4
     assert found.seconds == pytest.approx(max(wire, coding) + min(wire, coding) * (1 - overlap * 3 / 4))
 

@@ -35,13 +35,13 @@ def compress_gradients(
     `process_group` is that of a DDP model by default. The other arguments are those of `GradientCompression`, which
     is returned; error_feedback="owner" has no meaning for FSDP2, whose sums are not quantized.
     """
-    found: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    sharded = _sharded(found)
+    trainer: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    sharded = _sharded(trainer)
     if sharded:
         _refuse(error_feedback == "owner", f"error_feedback={error_feedback!r}", _NO_OWNER)
         _refuse(process_group is not None, "process_group", _OWN_GROUPS)
     else:
-        _check_ddp(model, found)
+        _check_ddp(model, trainer)
         _refuse(gather is not None, f"gather={gather!r}", _NO_GATHER)
     state = GradientCompression(
         codec,
@@ -49,16 +49,16 @@ def compress_gradients(
         warmup_steps=warmup_steps,
         schedule=schedule,
         exempt=exempt,
-        process_group=None if sharded else process_group or found.process_group,
-        model=found if sharded else found.module,
+        process_group=None if sharded else process_group or trainer.process_group,
+        model=trainer if sharded else trainer.module,
         seed=seed,
     )
     if sharded:
         from narrowcast.distributed.gradients import fsdp
 
-        fsdp.attach(found, state, gather)
+        fsdp.attach(trainer, state, gather)
     else:
-        ddp.attach(found, state)
+        ddp.attach(trainer, state)
     return state
 
 
@@ -81,8 +81,8 @@ def _sharded(model: object) -> bool:
     return not isinstance(model, DistributedDataParallel) and any(isinstance(m, FSDPModule) for m in model.modules())
 
 
-def _check_ddp(model: object, found: object) -> None:
-    if isinstance(found, DistributedDataParallel):
+def _check_ddp(model: object, trainer: object) -> None:
+    if isinstance(trainer, DistributedDataParallel):
         return
     name = type(model).__name__
     if name == "FullyShardedDataParallel":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from narrowcast.distributed.gradients.options import (
 )
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.parameters import Parameters
-from narrowcast.distributed.gradients.reduction import Bucket
+from narrowcast.distributed.gradients.reduction import Bucket, Reduction
 from narrowcast.distributed.gradients.residuals import Residuals
 from narrowcast.distributed.gradients.stats import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log, norm
 from narrowcast.distributed.planning.planner import Plan, choose_codec
@@ -47,17 +46,6 @@ from narrowcast.distributed.transport.group import Group, group_for
 
 BUCKET = 25 * (1 << 20) // 4
 """Elements of a bucket, about, as DDP cuts them by default: what "auto" plans with."""
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How one bucket travels in one step."""
-
-    codec: Codec
-    layout: list[ChunkLayout]
-    stats: BucketStats
-    probe: Probe | None
-    step: int
 
 
 class GradientCompression:

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.distributed import arguments
-from narrowcast.distributed.gradients.compression import GradientCompression, Reduction
+from narrowcast.distributed.gradients.compression import GradientCompression
 from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, check_cover, lay_out
 from narrowcast.distributed.gradients.options import numbers
-from narrowcast.distributed.gradients.reduction import FlatBucket
+from narrowcast.distributed.gradients.reduction import FlatBucket, Reduction
 from narrowcast.distributed.transport.group import Group, group_for
 from narrowcast.errors import CollectiveError, DtypeError, SpecError
 

@@ -1,4 +1,4 @@
-"""What compressing gradients takes as arguments, and in which words it refuses the rest."""
+"""The arguments of compress_gradients, and the words in which it refuses the rest."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def rule_of(exempt: Exempt) -> Callable[[str, Tensor], bool]:
     if callable(exempt):
         return exempt
     try:
-        found = [re.compile(pattern) for pattern in ([exempt] if isinstance(exempt, str) else exempt)]
-        for pattern in found:
+        patterns = [re.compile(pattern) for pattern in ([exempt] if isinstance(exempt, str) else exempt)]
+        for pattern in patterns:
             pattern.search("")  # one of bytes cannot
     except (re.error, TypeError) as error:
         raise SpecError(
             f"exempt={exempt!r}: a function (name, parameter) -> bool, a regex or a list of them, or None: {error}. "
             'For example exempt=["bias", "norm"].'
         ) from error
-    return lambda name, parameter: any(pattern.search(name) for pattern in found)
+    return lambda name, parameter: any(pattern.search(name) for pattern in patterns)

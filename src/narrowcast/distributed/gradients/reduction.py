@@ -17,15 +17,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from narrowcast.codecs import Codec
 from narrowcast.distributed.collective import Collective
 from narrowcast.distributed.encoder import lossless
 from narrowcast.distributed.gradients.feedback import FeedbackSegment
 from narrowcast.distributed.gradients.layout import ChunkLayout, Run, exempt_runs, runs_of
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.residuals import Residuals, StepResiduals
-from narrowcast.distributed.gradients.stats import Probe
+from narrowcast.distributed.gradients.stats import BucketStats, Probe
 from narrowcast.distributed.protocols import two_stage
 from narrowcast.distributed.protocols.pipeline import Chunk, Segment, reduce
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How one bucket travels in one step."""
+
+    codec: Codec
+    layout: list[ChunkLayout]
+    stats: BucketStats
+    probe: Probe | None
+    step: int
 
 
 @dataclass

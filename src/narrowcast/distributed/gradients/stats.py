@@ -120,23 +120,23 @@ class GradientStats:
         fewer = f" ({self.ratio:.1f}x fewer)" if self.sent_bytes < self.plain_bytes else ""
         return f"{_bytes(self.sent_bytes)} sent in place of {_bytes(self.plain_bytes)}{fewer}"
 
-    def unprobed(self, found: BucketStats) -> bool:
+    def unprobed(self, bucket: BucketStats) -> bool:
         """Whether nothing is known of such a bucket's quantization."""
-        before = self.buckets.get(found.index)
-        return before is None or before.numel != found.numel or math.isnan(before.sqnr)
+        before = self.buckets.get(bucket.index)
+        return before is None or before.numel != bucket.numel or math.isnan(before.sqnr)
 
-    def count(self, found: BucketStats, probe: Probe | None) -> None:
+    def count(self, bucket: BucketStats, probe: Probe | None) -> None:
         """Add a bucket that has been reduced."""
-        before = self.buckets.get(found.index)
+        before = self.buckets.get(bucket.index)
         if probe is not None:
-            found.sqnr, found.owner_sqnr = probe.sqnr("sender"), probe.sqnr("owner")
-        elif before is not None and before.numel == found.numel:
-            found.sqnr, found.owner_sqnr = before.sqnr, before.owner_sqnr
-        self.buckets[found.index] = found
-        self.plain_bytes += found.plain_bytes
-        self.sent_bytes += found.sent_bytes
-        if found.codec is None:
-            self.uncompressed[found.reason] = self.uncompressed.get(found.reason, 0) + 1
+            bucket.sqnr, bucket.owner_sqnr = probe.sqnr("sender"), probe.sqnr("owner")
+        elif before is not None and before.numel == bucket.numel:
+            bucket.sqnr, bucket.owner_sqnr = before.sqnr, before.owner_sqnr
+        self.buckets[bucket.index] = bucket
+        self.plain_bytes += bucket.plain_bytes
+        self.sent_bytes += bucket.sent_bytes
+        if bucket.codec is None:
+            self.uncompressed[bucket.reason] = self.uncompressed.get(bucket.reason, 0) + 1
 
     def count_gather(self, plain_bytes: int, sent_bytes: int, reason: str = "") -> None:
         """Add a parameter group that has been gathered; uncompressed, where there is a reason."""
@@ -148,13 +148,13 @@ class GradientStats:
     def scalars(self) -> dict[str, float]:
         """Everything that a plot over steps can show."""
         named = ("saved_bytes", "sent_bytes", "ratio", "hidden_seconds", "exposed_seconds")
-        found = {name: float(getattr(self, name)) for name in (*named, "residual_norm", "owner_residual_norm")}
-        found |= {f"uncompressed/{reason}": float(count) for reason, count in self.uncompressed.items()}
+        scalars = {name: float(getattr(self, name)) for name in (*named, "residual_norm", "owner_residual_norm")}
+        scalars |= {f"uncompressed/{reason}": float(count) for reason, count in self.uncompressed.items()}
         for index, bucket in self.buckets.items():
             for name in ("sqnr", "owner_sqnr"):
                 if math.isfinite(getattr(bucket, name)):
-                    found[f"{name}/bucket {index}"] = getattr(bucket, name)
-        return found
+                    scalars[f"{name}/bucket {index}"] = getattr(bucket, name)
+        return scalars
 
 
 def log(stats: GradientStats, writer: Any, step: int, prefix: str) -> None:

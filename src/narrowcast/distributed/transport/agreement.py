@@ -102,9 +102,9 @@ def _uneven(call: str, send: _Counts, receive: _Counts, wrong: _Counts, ranks: S
         f"rank {ranks[a]} sends {send[a, b]} elements to rank {ranks[b]}, which expects {receive[b, a]}"
         for a, b in wrong[:8].tolist()
     )
-    more = f" (and {len(wrong) - 8} more)" if len(wrong) > 8 else ""
+    rest = f" (and {len(wrong) - 8} more)" if len(wrong) > 8 else ""
     return (
-        f"ranks disagree on the sizes of {call}: {shown}{more}. Nothing was sent. What a rank sends to a peer "
+        f"ranks disagree on the sizes of {call}: {shown}{rest}. Nothing was sent. What a rank sends to a peer "
         "must be what that peer's output has room for: check split sizes and tensor shapes."
     )
 

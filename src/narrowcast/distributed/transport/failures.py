@@ -1,4 +1,4 @@
-"""The store of a process group as the notice board of its ranks: who is here, and what went wrong.
+"""Failures, and the store of a process group as the board on which its ranks write them down.
 
 A store lives in one of the processes, which may be stopped or dead. So nothing here waits for it without a limit, and
 what it does not answer is treated as not known.
@@ -127,7 +127,7 @@ class Board:
         """Wait until all ranks are here; otherwise say why not. What went wrong for others ends it early."""
         over = threading.Event()
         missing: list[int] = []
-        found: list[str] = []
+        verdicts: list[str] = []
 
         def look() -> None:
             pause = 0.001
@@ -138,10 +138,10 @@ class Board:
                 while not over.is_set():
                     missing[:] = [r for i, r in enumerate(self.ranks) if not page.check([f"here/{i}"])]
                     if page.check(["failure"]):
-                        found.append("the other ranks gave up")
+                        verdicts.append("the other ranks gave up")
                     elif not missing:
-                        found.append("")
-                    if found:
+                        verdicts.append("")
+                    if verdicts:
                         return
                     over.wait(pause)
                     pause = min(0.05, 1.5 * pause)
@@ -153,8 +153,8 @@ class Board:
             looking.join(min(0.1, max(0.0, deadline - time.monotonic())))
         over.set()
         looking.join(0.1)
-        if found:
-            return found[0]
+        if verdicts:
+            return verdicts[0]
         if missing:
             return f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} did not come"
         return "the store of the group does not answer"
@@ -166,10 +166,10 @@ class Board:
             pause = {"late": min(ASKING_SECONDS, 0.03 * self.seconds), "gone": ASKING_SECONDS}.get(failure.kind, 0.0)
 
         def write() -> bytes:
-            page, found = self.page(generation), failure
+            page, believed = self.page(generation), failure
             if pause and not page.check(["failure"]):
-                found = self._traced(page, failure, pause)
-            return bytes(page.compare_set("failure", "", found.to_bytes().decode()))
+                believed = self._traced(page, failure, pause)
+            return bytes(page.compare_set("failure", "", believed.to_bytes().decode()))
 
         return Failure.from_bytes(self._briefly(write, failure.to_bytes(), pause))
 
