@@ -113,7 +113,7 @@ def pinned_memory(rank: int) -> None:
         assert len([name for name in names if name.startswith("outbox")]) == 1
     peers = group_for(dist.group.WORLD, x.device)
     assert isinstance(peers._wire, StagedWire)
-    held = sum(buffer.numel() for buffer in peers._wire._arena._buffers.values())
+    held = sum(buffer.numel() for buffer in peers._wire._buffers._buffers.values())
     assert held <= KEEP
     stats = torch.cuda.host_memory_stats()
     assert stats["allocated_bytes.current"] <= 2 * KEEP, stats

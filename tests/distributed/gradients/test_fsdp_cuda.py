@@ -73,6 +73,7 @@ def test_two_ranks_on_one_gpu_leave_the_bits_of_the_model() -> None:
 
 def gathered(rank: int) -> tuple[Tensor, Tensor]:
     """Many layers one after the other, prefetched: what comes out, on the GPU and on the CPU."""
+    os.environ["LOCAL_RANK"] = "0"
     found = []
     for device in ("cuda", "cpu"):
         torch.manual_seed(0)
