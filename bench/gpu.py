@@ -144,22 +144,22 @@ def checks(name: str, seed: int) -> Iterator[tuple[str, bool]]:
         mine = None if own is None else own.cuda()
         total = torch.full((numel,), 7.0, device="cuda")
         triton.decode_sum(total, data.cuda(), there, mine, rank, divisor)
-        yield same(total.cpu(), reference.decode_sum(data, numel, here, own, rank, divisor, torch.float32))
+        yield same(total.cpu(), reference.decode_sum(data, numel, torch.float32, here, own, rank, divisor))
         out = torch.full((data.shape[1],), 0xA5, dtype=torch.uint8, device="cuda")
-        triton.reduce(out, data.cuda(), numel, there, mine, rank, divisor, seed)
-        yield same(out.cpu(), reference.reduce(data, numel, here, own, rank, divisor, seed))
+        triton.decode_sum_encode(out, data.cuda(), numel, there, mine, rank, divisor, seed)
+        yield same(out.cpu(), reference.decode_sum_encode(data, numel, here, own, rank, divisor, seed))
 
     rows = every_kind(1000, seed)
     data = reference.encode(rows, here, seed)
     yield "encode rows of every kind", same(encoded(rows), data)
     yield (
         "decode rows of every kind",
-        same(decoded(data, 1000, torch.float32), reference.decode(data, 1000, here, torch.float32)),
+        same(decoded(data, 1000, torch.float32), reference.decode(data, 1000, torch.float32, here)),
     )
     noise = torch.randint(0, 256, data.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     yield (
         "decode any bytes",
-        same(decoded(noise, 1000, torch.float32), reference.decode(noise, 1000, here, torch.float32)),
+        same(decoded(noise, 1000, torch.float32), reference.decode(noise, 1000, torch.float32, here)),
     )
 
     for numel in (1 << 17, (1 << 17) + 29):
@@ -169,7 +169,7 @@ def checks(name: str, seed: int) -> Iterator[tuple[str, bool]]:
         yield f"encode {numel}", same(encoded(ranks[:1]), data[:1])
         yield (
             f"decode {numel}",
-            same(decoded(data[:1], numel, torch.float32), reference.decode(data[:1], numel, here, torch.float32)),
+            same(decoded(data[:1], numel, torch.float32), reference.decode(data[:1], numel, torch.float32, here)),
         )
         for what, good in zip(("decode_sum", "reduce"), summed(data, numel, None, 0, 1), strict=True):
             yield f"{what} {numel}", good
@@ -179,7 +179,7 @@ def checks(name: str, seed: int) -> Iterator[tuple[str, bool]]:
         rows = every_kind(333, seed).to(dtype)
         data = reference.encode(rows, here, seed)
         yield f"encode {dtype}", same(encoded(rows), data)
-        yield f"decode {dtype}", same(decoded(data, 333, dtype), reference.decode(data, 333, here, dtype))
+        yield f"decode {dtype}", same(decoded(data, 333, dtype), reference.decode(data, 333, dtype, here))
     for ranks_, rank, divisor in ((3, 0, 3), (4, 3, 4), (20, 1, 20)):
         rows = torch.stack([every_kind(1100, seed + r)[:4].reshape(-1) for r in range(ranks_)])
         data = reference.encode(rows, here, seed)
@@ -260,7 +260,10 @@ def operations(codec: nc.Codec, x: Tensor) -> dict[str, tuple[Callable[[], objec
     return {
         "encode": (lambda: triton.encode(one, x, recipe, 1), x.nbytes + one.nbytes),
         "decode": (lambda: triton.decode(back, data[:1], recipe), x.nbytes + one.nbytes),
-        "reduce": (lambda: triton.reduce(one[0], data, numel, recipe, None, 0, 1, 1), (RANKS + 1) * one.nbytes),
+        "reduce": (
+            lambda: triton.decode_sum_encode(one[0], data, numel, recipe, None, 0, 1, 1),
+            (RANKS + 1) * one.nbytes,
+        ),
     }
 
 
@@ -382,7 +385,7 @@ def reduces_right(name: str, tile: tuple[int, int], mask: int) -> bool:
     data = reference.encode(rows, here, 0)
     out = torch.full((data.shape[1],), 0xA5, dtype=torch.uint8, device="cuda")
     kernel().reduce(out, data.cuda(), numel, codec._recipe(torch.device("cuda")), None, 0, 1, 0)
-    return same(out.cpu(), reference.reduce(data, numel, here, None, 0, 1, 0))
+    return same(out.cpu(), reference.decode_sum_encode(data, numel, here, None, 0, 1, 0))
 
 
 def variants(names: list[str], x: Tensor, copy: float) -> dict[str, Any]:

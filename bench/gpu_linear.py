@@ -116,7 +116,7 @@ def check(specs: tuple[str, ...]) -> int:
         torch.manual_seed(n + k)
         recipe = codec._recipe(torch.device("cpu"))
         encoded = reference.encode(torch.randn(n, k) * 0.02, recipe, 0)
-        rows, weight = encoded.cuda(), reference.decode(encoded, k, recipe, torch.float64).cuda()
+        rows, weight = encoded.cuda(), reference.decode(encoded, k, torch.float64, recipe).cuda()
         for batch, with_bias in BATCHES:
             if batch > 16 and not (spec in ("int8", "int4", "nf4") and dtype == torch.bfloat16):
                 continue

@@ -1,7 +1,7 @@
 """The kernels of kernels/cuda, run on a CPU (emulated/device.py): each cut of the work, against fp64.
 
 Two kinds of numbers: small integers times powers of two, whose sums are exact in fp32, so that a result has but one
-right value; and Gaussian ones, within the bound of test_gpu_linear.py. Each launch runs with warps in order and in
+right value; and Gaussian ones, within the bound of sum_bound.py. Each launch runs with warps in order and in
 reverse, on guarded memory, and must give the same bits.
 """
 
@@ -22,11 +22,11 @@ from narrowcast.kernels.layout import ROW, SCALE_BYTES, Element, Recipe, Scale, 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from emulated.device import COMPILER, Broken, Emulator, Guarded
-from test_gpu_linear import bound
 
 from narrowcast.kernels import reference
 from narrowcast.kernels.cuda import choose, nvrtc
 from narrowcast.kernels.cuda.choose import Cut
+from sum_bound import bound
 
 if COMPILER is None:
     pytest.skip("g++ is not installed", allow_module_level=True)
@@ -203,7 +203,7 @@ def levels(recipe: Recipe) -> Tensor:
     every = torch.zeros(256, 16, dtype=torch.uint8)
     every[:, 0], every[:, 1] = torch.arange(256), 127  # a scale of 1
     scaled = recipe._replace(format=recipe.format._replace(block=ROW, scale=Scale.E8M0))
-    value = reference.decode(every, 8 // recipe.format.bits, scaled, torch.float64)
+    value = reference.decode(every, 8 // recipe.format.bits, torch.float64, scaled)
     return value.where(value.abs() <= 1, torch.nan)
 
 
@@ -236,7 +236,7 @@ def whole(case: Case, recipe: Recipe, n: int, k: int) -> tuple[Tensor, Tensor, T
 
 def exact(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
     """The one right result: every sum, in any order, is a whole number of units that 24 binary digits hold."""
-    weight = reference.decode(data.contiguous(), x.shape[1], as_read(recipe, x.dtype), torch.float64)
+    weight = reference.decode(data.contiguous(), x.shape[1], torch.float64, as_read(recipe, x.dtype))
     units = 1.0 if recipe.format.element == Element.INT else UNITS
     assert (weight * units).frac().eq(0).all()
     assert ((x.double().abs() @ weight.abs().t()).max() + 9) * units < 2**24
@@ -273,7 +273,7 @@ def hold(
     x, data, bias = gaussian(case, recipe, n, k)
     chosen = plan(n, k)
     clean = launch(chosen, x, data, recipe, bias)
-    right, allowed = bound(x, reference.decode(data, k, recipe, torch.float64), bias)
+    right, allowed = bound(x, reference.decode(data, k, torch.float64, recipe), bias)
     assert ((clean.double() - right).abs() <= allowed).all()
     # As few blocks as can do it all give the same bits, and a NaN stays in its row of W, or of x.
     spoiled = torch.zeros(case.batch, n, dtype=torch.bool)

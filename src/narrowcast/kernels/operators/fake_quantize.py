@@ -23,15 +23,11 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from narrowcast.errors import DtypeError, GradientError, ShapeError
-from narrowcast.kernels import operators
-from narrowcast.kernels.declare import Operator, declare
-from narrowcast.kernels.derivatives import Rule, batched, differentiable, remember_tensors
+from narrowcast.kernels.arguments import FLOATS, MOST_LEVELS
 from narrowcast.kernels.layout import Grid
-
-__all__ = ["Grid", "fake_quantize"]
-
-MOST_LEVELS = 256
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+from narrowcast.kernels.operators.declare import declare, schema_of
+from narrowcast.kernels.operators.derivatives import Rule, batched, differentiable, remember_tensors
+from narrowcast.kernels.operators.dispatch import kernel_for, unwatched
 
 
 def fake_quantize(x: Tensor, scale: Tensor, grid: Grid, axis: int | None) -> Tensor:
@@ -40,7 +36,7 @@ def fake_quantize(x: Tensor, scale: Tensor, grid: Grid, axis: int | None) -> Ten
     if not grid.uniform and grid.levels.shape[0] > MOST_LEVELS:
         raise ShapeError(f"grid: {len(grid.levels)} levels, and a table has at most {MOST_LEVELS}: codes have 8 bits.")
     scale = scale.float()
-    if operators.unwatched(x) and operators.unwatched(scale):
+    if unwatched(x) and unwatched(scale):
         if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad):
             return _StraightThrough.apply(x, scale, *grid, place)  # type: ignore[no-any-return, no-untyped-call]
         return forward(x, scale, *grid, place)
@@ -49,7 +45,7 @@ def fake_quantize(x: Tensor, scale: Tensor, grid: Grid, axis: int | None) -> Ten
 
 def _check(x: Tensor, scale: Tensor, axis: int | None) -> int:
     """The axis as operators take it: never negative, but -1 for None."""
-    if x.dtype not in DTYPES:
+    if x.dtype not in FLOATS:
         raise DtypeError(
             f"x has dtype {x.dtype}: fake quantization takes float32, float16, bfloat16 and float64. "
             "Integers have no gradient; convert first with x.float()."
@@ -76,7 +72,7 @@ def forward(x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, unifor
     """y. Arguments are trusted; axis is -1 for one scale. No gradient: see `fake_quantize`."""
     out = torch.empty_like(x)
     if x.numel():
-        kernel, shape = operators.kernel_for(x.device.type), _slices(out, axis)
+        kernel, shape = kernel_for(x.device.type), _slices(out, axis)
         kernel.fresh(out)
         kernel.fake_quantize(
             _seen(out, shape), _seen(_laid_out_as(x, out), shape), _flat(scale), Grid(levels, thresholds, uniform)
@@ -92,11 +88,11 @@ def backward(
     if not x.numel():
         dscale.zero_()
     else:
-        kernel, shape = operators.kernel_for(x.device.type), _slices(dx, axis)
+        kernel, shape = kernel_for(x.device.type), _slices(dx, axis)
         kernel.fresh(dx)
         sources = _seen(_laid_out_as(grad, dx), shape), _seen(_laid_out_as(x, dx), shape)
         grid = Grid(levels, thresholds, uniform)
-        kernel.fake_gradients(_seen(dx, shape), _flat(dscale), *sources, _flat(scale), grid)
+        kernel.fake_quantize_backward(_seen(dx, shape), _flat(dscale), *sources, _flat(scale), grid)
     return dx, dscale
 
 
@@ -122,11 +118,11 @@ def _laid_out_as(x: Tensor, out: Tensor) -> Tensor:
     return x if x.stride() == out.stride() and not x.is_neg() else torch.empty_like(out, dtype=x.dtype).copy_(x)
 
 
-def _shape(x: Tensor, *rest: object) -> Tensor:
+def _new_like(x: Tensor, *rest: object) -> Tensor:
     return torch.empty_like(x)
 
 
-def _backward_shape(grad: Tensor, x: Tensor, scale: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+def _new_gradients(grad: Tensor, x: Tensor, scale: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
 
 
@@ -191,13 +187,9 @@ def _batch_of_x(x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, un
     return torch.ops.narrowcast.fake_quantize(x, scale, levels, thresholds, uniform, place)  # type: ignore[no-any-return]
 
 
-_REST = "Tensor x, Tensor scale, Tensor levels, Tensor thresholds, bool uniform, int axis"
-OPERATORS: list[Operator] = [
-    ("fake_quantize", f"({_REST}) -> Tensor", forward, _shape),
-    ("fake_quantize_backward", f"(Tensor grad, {_REST}) -> (Tensor, Tensor)", backward, _backward_shape),
-]
-_library = declare(OPERATORS)
-differentiable("fake_quantize", Rule(_remember, _gradients, _tangents), _library)
-differentiable("fake_quantize_backward", Rule(_remember_nothing, _refuse, _refuse), _library)
-batched("fake_quantize", _batch_of_x, _library)
-batched("fake_quantize_backward", None, _library)
+declare("fake_quantize", schema_of(forward), forward, _new_like)
+declare("fake_quantize_backward", schema_of(backward), backward, _new_gradients)
+differentiable("fake_quantize", Rule(_remember, _gradients, _tangents))
+differentiable("fake_quantize_backward", Rule(_remember_nothing, _refuse, _refuse))
+batched("fake_quantize", _batch_of_x)
+batched("fake_quantize_backward", None)

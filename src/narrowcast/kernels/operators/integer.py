@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import DtypeError, ShapeError
-from narrowcast.kernels import operators
-from narrowcast.kernels.declare import declare
+from narrowcast.kernels.operators.declare import declare, schema_of
+from narrowcast.kernels.operators.dispatch import kernel_for, unwatched
 
 LONGEST = 2**17 - 1
 """The largest k: 2**17 products of 2**14 would be 2**31, one too many for an int32."""
@@ -28,7 +28,7 @@ def integer_linear(x: Tensor, weight: Tensor) -> Tensor:
     k = x.shape[1]
     if k != weight.shape[1] or k > LONGEST:
         raise _unfit(x, weight)
-    if operators.unwatched(x):
+    if unwatched(x):
         return _multiply(x, weight)
     return torch.ops.narrowcast.integer_linear(x, weight)  # type: ignore[no-any-return]
 
@@ -53,16 +53,16 @@ def _unfit(x: Tensor, weight: Tensor) -> DtypeError | ShapeError:
 
 
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:
-    out = _shape(x, weight)
+    out = _new_product(x, weight)
     if not x.shape[1]:
         return out.zero_()
     if out.numel():
-        operators.kernel_for(x.device.type).integer_linear(out, x, weight)
+        kernel_for(x.device.type).integer_linear(out, x, weight)
     return out
 
 
-def _shape(x: Tensor, weight: Tensor) -> Tensor:
+def _new_product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.empty(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
 
 
-declare([("integer_linear", "(Tensor x, Tensor weight) -> Tensor", _multiply, _shape)])
+declare("integer_linear", schema_of(_multiply), _multiply, _new_product)

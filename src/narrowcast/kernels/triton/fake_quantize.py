@@ -119,7 +119,7 @@ def fake_quantize(out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
     _launch(out, None, None, x, scale, grid)
 
 
-def fake_gradients(dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
+def fake_quantize_backward(dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
     _launch(dx, dscale, grad, x, scale, grid)
 
 

@@ -20,7 +20,7 @@ from narrowcast.kernels.triton import cuts, fake_quantize, kernels
 from narrowcast.kernels.triton.arguments import (
     encoding,
     ends,
-    formatted,
+    form_of,
     on,
     options,
     places,
@@ -60,7 +60,7 @@ class Triton(Kernel):
         with _contiguous(out) as target, on(data.device):
             _decode(target.view(1, -1), data, recipe, len(data), own, rank, divisor)
 
-    def _reduce(
+    def _decode_sum_encode(
         self,
         out: Tensor,
         data: Tensor,
@@ -73,7 +73,7 @@ class Triton(Kernel):
     ) -> None:
         if numel == 0:
             return
-        tile = tile_for("reduce", recipe.format)
+        tile = tile_for("decode_sum_encode", recipe.format)
         if cut(recipe.format, numel, tile.elements, cuts.ONE_PASS).chunked:
             total = torch.empty(numel, dtype=torch.float32, device=data.device)
             self.decode_sum(total, data, recipe, own, own_rank, divisor)
@@ -81,7 +81,7 @@ class Triton(Kernel):
             return
         rank = own_rank if own is not None else -1
         with _aligned(out) as target, on(data.device):
-            _reduce(target, data, numel, recipe, own, rank, divisor, seed, tile)
+            _decode_sum_encode(target, data, numel, recipe, own, rank, divisor, seed, tile)
 
     def _linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
         return choose.linear(out, x, data, recipe, bias)
@@ -89,8 +89,10 @@ class Triton(Kernel):
     def _fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
         fake_quantize.fake_quantize(out, x, scale, grid)
 
-    def _fake_gradients(self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
-        fake_quantize.fake_gradients(dx, dscale, grad, x, scale, grid)
+    def _fake_quantize_backward(
+        self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid
+    ) -> None:
+        fake_quantize.fake_quantize_backward(dx, dscale, grad, x, scale, grid)
 
     def _integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
         fake_quantize.integer_linear(out, x, weight)
@@ -118,14 +120,13 @@ def _encode(out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
             first=first,
             second=second,
             chunks=tiles.chunks,
-            CHUNKED=tiles.chunked,
             SINGLE=count == 1,
             CODE_SIZE=code_size,
             **source,
             **launch,
             **places(format, numel),
             **ends(format, numel),
-            **formatted(format, tiles, x.device),
+            FORM=form_of(format, x.device),
             **encoding(recipe, seed, x),
             **options(tiles, tile),
         )
@@ -152,9 +153,6 @@ def _measure(
             chunks=tiles.chunks,
             block=where.group_size,
             ELEMENT=int(element),
-            WIDTH=tiles.width,
-            ALIGN=tiles.align,
-            EDGE=tiles.edge,
             SINGLE=count == 1,
             **source,
             **launch,
@@ -184,19 +182,18 @@ def _decode(
             out=seen(out, out.element_size()),
             out_stride=numel,
             chunks=tiles.chunks,
-            CHUNKED=tiles.chunked,
             SINGLE=count == 1,
             OUTPUT=OUTPUTS[out.dtype],
             RAW=kept,
             **launch,
             **places(format, numel),
-            **formatted(format, tiles, data.device),
+            FORM=form_of(format, data.device),
             **summing(data, recipe, numel, tiles, ranks, own, own_rank, divisor),
             **options(tiles, tile),
         )
 
 
-def _reduce(
+def _decode_sum_encode(
     out: Tensor,
     data: Tensor,
     numel: int,
@@ -213,9 +210,9 @@ def _reduce(
     stride = sums.pop("row_bytes")
     for launch in launches(tiles):
         # A word at a row's end would overwrite what follows the codes.
-        words = tiles.words(format.bits) and not launch["MASKED"]
+        words = tiles.words(format.bits) and not launch["TILE"].masked
         to_size = 4 if words else max(format.bits // 8, 1)
-        kernels.reduce_kernel[(launch["tiles"],)](
+        kernels.decode_sum_encode_kernel[(launch["tiles"],)](
             to_codes=seen(out, to_size),
             to_scales=seen(out, scale_size(format)),
             out=out,
@@ -225,7 +222,7 @@ def _reduce(
             **launch,
             **places(format, numel),
             **ends(format, numel),
-            **formatted(format, tiles, data.device),
+            FORM=form_of(format, data.device),
             **encoding(recipe, seed, data),
             **sums,
             **options(tiles, tile),
