@@ -18,7 +18,7 @@ from torch import Tensor
 
 from narrowcast.kernels import arguments, operations, reference
 from narrowcast.kernels.arguments import Result
-from narrowcast.kernels.layout import Grid
+from narrowcast.kernels.layout import Grid, Recipe
 from narrowcast.kernels.operations import Operation
 
 P = ParamSpec("P")
@@ -77,8 +77,8 @@ class Kernel:
     def fresh(self, out: Tensor) -> None:
         """A hint: `out` is new memory, about to be written whole."""
 
-    def runs(self, operation: str, recipe: object) -> str:
-        """The name of what runs an operation on a codec's rows."""
+    def runs(self, operation: str, recipe: Recipe, device: torch.device) -> str:
+        """The name of what runs an operation of a codec, which need not be the same for all of them."""
         return self.name
 
 

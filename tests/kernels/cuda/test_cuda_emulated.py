@@ -25,7 +25,9 @@ from emulated.device import COMPILER, Broken, Emulator, Guarded
 
 from narrowcast.kernels import reference
 from narrowcast.kernels.cuda import choose, nvrtc
-from narrowcast.kernels.cuda.choose import Cut
+from narrowcast.kernels.cuda.cuts import Cut, choose_cut, fits, tile_cut
+from narrowcast.kernels.cuda.formats import KINDS, codes_of, sources
+from narrowcast.kernels.cuda.launch import launch_cut
 from sum_bound import bound
 
 if COMPILER is None:
@@ -158,12 +160,12 @@ def host(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cut_of(case: Case, recipe: Recipe, n: int, k: int) -> Cut:
-    """The cut of `plan` for the case's layer, with what the case changes, for n rows of k."""
-    codes = choose.codes_of(recipe.format)
+    """The cut of `choose_cut` for the case's layer, with what the case changes, for n rows of k."""
+    codes = codes_of(recipe.format)
     assert codes is not None
-    kind, bias = choose.KINDS[case.dtype], -1 if case.bias is None else choose.KINDS[case.bias]
+    kind, bias = KINDS[case.dtype], -1 if case.bias is None else KINDS[case.bias]
     layer = case.layer or (n, k)
-    cut = choose.plan(codes, recipe.format, case.batch, *layer, kind, bias, 2)
+    cut = choose_cut(codes, recipe.format, case.batch, *layer, kind, bias, 2)
     assert cut is not None
     defines = dict(cut.defines) | case.cut
     if cut.name == "dot":
@@ -171,15 +173,15 @@ def cut_of(case: Case, recipe: Recipe, n: int, k: int) -> Cut:
         grid = min(cut.grid, -(-n // (teams * defines["ROWS"])))
         return Cut("dot", tuple(defines.items()), grid, 32 * teams * parts, -(-k // 512) * 2048)
     wide, tiles, *rest = [defines.pop(key) for key in ("WIDE", "TILES", "TALL", "KS", "RESIDENT")]
-    assert choose._fits(codes, defines["BLOCK"], tiles, wide)
-    made = choose.tile_cut(defines, codes, wide, tiles, *rest, n, k, cut.grid)
-    assert made is not None
-    return made
+    assert fits(codes, defines["BLOCK"], tiles, wide)
+    cut_again = tile_cut(defines, codes, wide, tiles, *rest, n, k, cut.grid)
+    assert cut_again is not None
+    return cut_again
 
 
 def launch(cut: Cut, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
     out = torch.empty(len(x), len(data), dtype=x.dtype)
-    choose._launch(cut, out, x, data, recipe, bias)
+    launch_cut(cut, out, x, data, recipe, bias)
     return out
 
 
@@ -337,7 +339,7 @@ def test_a_call_is_launched_as_planned_in_parts_of_a_batch_too(spec: str, batch:
     out = torch.empty(batch, 35, dtype=torch.bfloat16)
     # Guarded memory is aligned as CUDA's is; what torch has here need not be.
     x, data = (Guarded(x).tensor, Guarded(data).tensor)
-    assert choose._in_cuda(out, x, data, recipe, bias)
+    assert choose.linear(out, x, data, recipe, bias)
     assert torch.equal(out, exact(x, data, recipe, bias))
 
 
@@ -370,7 +372,7 @@ def run_body(emulator: Emulator, folder: Path, body: str, x: Tensor, y: Tensor) 
         f'extern "C" __global__ void own(const {kinds[x.dtype]}* x, int n, {kinds[y.dtype]}* y) '
         f"{{ extern __shared__ float s[]; {body} }}"
     )
-    instructions = choose.sources("tile")[0]
+    instructions = sources("tile")[0]
     function = emulator.function((instructions, source), "own", (("X", 1),), None)
     function(1, 64, 4 * 64, (x, nvrtc.Int(len(x)), y))
     return y

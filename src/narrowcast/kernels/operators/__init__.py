@@ -10,7 +10,7 @@ integer        exact products of int8
 """
 
 from narrowcast.kernels.contract import Kernel, Reference
-from narrowcast.kernels.operators.dispatch import kernel_for, transformed, unwatched
+from narrowcast.kernels.operators.dispatch import kernel_for, transformed, unwatched, which_kernel
 from narrowcast.kernels.operators.rows import (
     decode,
     decode_,
@@ -36,4 +36,5 @@ __all__ = [
     "kernel_for",
     "transformed",
     "unwatched",
+    "which_kernel",
 ]

@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from narrowcast.errors import KernelWarning
+from narrowcast.errors import KernelWarning, SpecError
 from narrowcast.kernels.contract import Kernel, Reference
 from narrowcast.kernels.cpu import binding
+from narrowcast.kernels.layout import Recipe
+
+OF_CODECS = ("encode", "decode", "decode_sum", "decode_sum_encode", "linear")
+"""The operations on a codec's rows."""
 
 # Bound once: `unwatched` runs at every call of an operation, and takes a tenth of a small one.
 _is_compiling = torch.compiler.is_compiling
@@ -48,6 +52,13 @@ def kernel_for(device_type: str) -> Kernel:
         stacklevel=3,
     )
     return Reference()
+
+
+def which_kernel(recipe: Recipe, device: torch.device, operation: str) -> str:
+    """The name of what runs an operation of a codec on this device."""
+    if operation not in OF_CODECS:
+        raise SpecError(f"operation={operation!r}: codecs have {', '.join(OF_CODECS)}.")
+    return kernel_for(device.type).runs(operation, recipe, device)
 
 
 def unwatched(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from narrowcast.kernels.contract import Kernel
 from narrowcast.kernels.cuda import choose
 from narrowcast.kernels.layout import Element, Grid, Recipe, layout
-from narrowcast.kernels.triton import cuts, fake_quantize, kernels
+from narrowcast.kernels.triton import cuts, fake_quantize, kernels, linear
 from narrowcast.kernels.triton.arguments import (
     encoding,
     ends,
@@ -28,6 +28,7 @@ from narrowcast.kernels.triton.arguments import (
     seen,
     summing,
 )
+from narrowcast.kernels.triton.codes import INTERPRETED
 from narrowcast.kernels.triton.cuts import Cut, Tile, cut, launches, tile_for
 
 OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
@@ -37,6 +38,10 @@ class Triton(Kernel):
     """The operations of `ops.Kernel` on CUDA tensors (on CPU tensors in Triton's interpreter)."""
 
     name = "triton"
+
+    def runs(self, operation: str, recipe: Recipe, device: torch.device) -> str:
+        in_cuda = operation == "linear" and not INTERPRETED and choose.takes(recipe, device)
+        return "cuda" if in_cuda else self.name
 
     def _encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
         if rows.numel() == 0:
@@ -84,7 +89,9 @@ class Triton(Kernel):
             _decode_sum_encode(target, data, numel, recipe, own, rank, divisor, seed, tile)
 
     def _linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
-        return choose.linear(out, x, data, recipe, bias)
+        if not INTERPRETED and choose.linear(out, x, data, recipe, bias):
+            return True
+        return linear.linear(out, x, data, recipe, bias)
 
     def _fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
         fake_quantize.fake_quantize(out, x, scale, grid)
