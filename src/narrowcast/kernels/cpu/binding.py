@@ -67,7 +67,7 @@ class Spec(ctypes.Structure):
 def spec(format: Format, peak: float, numel: int, table: int) -> object:
     """A pointer to the `Spec` of a row; `table` is the address of the codec's table, or 0."""
     where = layout(format, numel)
-    made = Spec(
+    described = Spec(
         format.element,
         format.bits,
         format.scale,
@@ -85,11 +85,11 @@ def spec(format: Format, peak: float, numel: int, table: int) -> object:
         table or None,
         table + 4 * 2**format.bits if table else None,
     )
-    return ctypes.pointer(made)
+    return ctypes.pointer(described)
 
 
 class Native(Kernel):
-    """The five operations on CPU tensors.
+    """The operations on CPU tensors.
 
     `linear` takes up to MAX_BATCH vectors, by their dtype, and none of fp64. The bits of a result depend on its row and
     its x alone: not on the number of threads, nor on the other vectors of the batch.
@@ -236,8 +236,8 @@ def find() -> Path | None:
     named = os.environ.get("NARROWCAST_CORE")
     if named:
         return Path(named)
-    found = (path for folder in kernels.__path__ for path in sorted(Path(folder).glob(f"{LIBRARY}*")))
-    return next(found, None)
+    built = (path for folder in kernels.__path__ for path in sorted(Path(folder).glob(f"{LIBRARY}*")))
+    return next(built, None)
 
 
 def _function(library: ctypes.CDLL, name: str, *arguments: type) -> ctypes._NamedFuncPointer:

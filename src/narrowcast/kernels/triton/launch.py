@@ -1,8 +1,4 @@
-"""Triton: which kernel runs on which grid.
-
-Arguments are trusted, as everywhere below codecs. Bytes that no codec of that name wrote (scales out of all range)
-decode as in the reference; sums of such rows may differ from it where a product overflows.
-"""
+"""Triton: which kernel runs on which grid."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from torch import Tensor
 from narrowcast.kernels.contract import Kernel
 from narrowcast.kernels.cuda import choose
 from narrowcast.kernels.layout import Element, Grid, Recipe, layout
-from narrowcast.kernels.triton import cuts, fake_quantize, kernels, linear
+from narrowcast.kernels.triton import cuts, fake_quantize, integer, kernels, linear
 from narrowcast.kernels.triton.arguments import (
     encoding,
     ends,
@@ -35,7 +31,7 @@ OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
 
 
 class Triton(Kernel):
-    """The operations of `ops.Kernel` on CUDA tensors (on CPU tensors in Triton's interpreter)."""
+    """The operations on CUDA tensors (on CPU tensors in Triton's interpreter)."""
 
     name = "triton"
 
@@ -102,7 +98,7 @@ class Triton(Kernel):
         fake_quantize.fake_quantize_backward(dx, dscale, grad, x, scale, grid)
 
     def _integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
-        fake_quantize.integer_linear(out, x, weight)
+        integer.integer_linear(out, x, weight)
 
 
 # -- launches -------------------------------------------------------------------------------------------------------
@@ -151,11 +147,11 @@ def _measure(
         first = torch.empty(count * where.groups * parts, dtype=kind, device=source["x"].device)
         return first, torch.empty_like(first) if element == Element.AFFINE else first
 
-    found = room(tiles.chunks)
+    measured = room(tiles.chunks)
     for launch in launches(tiles._replace(full=tiles.full if tiles.full == tiles.tiles else 0)):
         kernels.measure_kernel[(launch["tiles"] * count,)](
-            first=found[0],
-            second=found[1],
+            first=measured[0],
+            second=measured[1],
             numel=numel,
             chunks=tiles.chunks,
             block=where.group_size,
@@ -170,10 +166,10 @@ def _measure(
         parts = -(-left // kernels.FOLD.value)
         folded = room(parts)
         kernels.fold_kernel[(count * where.groups * parts,)](
-            *folded, *found, count=left, parts=parts, ELEMENT=int(element), enable_fp_fusion=False
+            *folded, *measured, count=left, parts=parts, ELEMENT=int(element), enable_fp_fusion=False
         )
-        found, left = folded, parts
-    return found
+        measured, left = folded, parts
+    return measured
 
 
 def _decode(
@@ -183,7 +179,7 @@ def _decode(
     count, numel = out.shape
     tile = tile_for("decode", format)
     tiles = cut(format, numel, tile.elements, cuts.ONE_PASS)
-    kept = ranks == 1 and own is None and format.element == Element.FP32
+    raw = ranks == 1 and own is None and format.element == Element.FP32
     for launch in launches(tiles):
         kernels.decode_kernel[(launch["tiles"] * count,)](
             out=seen(out, out.element_size()),
@@ -191,7 +187,7 @@ def _decode(
             chunks=tiles.chunks,
             SINGLE=count == 1,
             OUTPUT=OUTPUTS[out.dtype],
-            RAW=kept,
+            RAW=raw,
             **launch,
             **places(format, numel),
             FORM=form_of(format, data.device),

@@ -64,8 +64,8 @@ def unpacked(codes, first, numel, inside, BITS: tl.constexpr, ROWS: tl.constexpr
         values = tl.zeros([ROWS, STEP // 8], kind)
         for byte in tl.static_range(BITS):
             there = inside[:, None] & ((place + byte) * 8 < numel * BITS)[None, :]
-            more = tl.load(codes[:, None] + (place + byte)[None, :], mask=there, other=0)
-            values = values | (more.to(kind) << (8 * byte))
+            loaded = tl.load(codes[:, None] + (place + byte)[None, :], mask=there, other=0)
+            values = values | (loaded.to(kind) << (8 * byte))
         values = tl.join(values, values >> (4 * BITS))
         values = tl.join(values, values >> (2 * BITS))
         values = (tl.join(values, values >> BITS) & ((1 << BITS) - 1)).to(tl.int32).reshape([ROWS, STEP])
