@@ -20,6 +20,7 @@ from narrowcast.kernels.triton.tables import cells
 UNROLLED = 16
 """Up to so many ranks, a sum's loop is unrolled, so that the loads of several ranks are in flight."""
 
+OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -94,7 +95,6 @@ def summing(
     divide = "no" if divisor == 1 else "multiply" if divisor & (divisor - 1) == 0 else "divide"
     # One multiplication by a power of two rounds like the division.
     factor = 1.0 / divisor if divide == "multiply" else float(divisor)
-    mine = data if own is None else own.contiguous()
     fused = format.scale != Scale.FP32 and _whole_codes(recipe)
     bytewise = cuts.BYTEWISE if fused and words and format.bits == 4 and format.element == Element.INT else 0
     terms = {"ranks": ranks if ranks <= UNROLLED else 0, "own_rank": own_rank, "divide": divide}
@@ -103,7 +103,7 @@ def summing(
         "scales": seen(data, scale_size(format)),
         "data": data,
         "levels": data if recipe.table is None else cells(recipe.table).levels,
-        "own": mine.view(torch.int16) if mine.dtype == torch.bfloat16 else mine,
+        "own": data if own is None else loadable(own.contiguous()),
         "row_bytes": stride,
         "ranks": ranks,
         "divisor": factor,
@@ -132,6 +132,11 @@ def scale_size(format: Format) -> int:
 def seen(data: Tensor, size: int) -> Tensor:
     """The same memory as integers of `size` bytes."""
     return data.view(INTS[size])
+
+
+def loadable(x: Tensor) -> Tensor:
+    """The same memory, bf16 as integers: no conversion can touch a NaN then."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
 def readable(data: Tensor) -> tuple[Tensor, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from narrowcast.kernels.layout import Grid
-from narrowcast.kernels.triton.arguments import on, seen
+from narrowcast.kernels.triton.arguments import OUTPUTS, loadable, on, seen
 from narrowcast.kernels.triton.codes import (
     NATIVE,
     WHOLE,
@@ -40,7 +40,6 @@ SHORT = 256
 NARROW = 64
 """Columns of a tile where columns have scales: enough for whole cache lines, and few sums left for torch to add."""
 
-OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 LARGEST = tl.constexpr(3.3e38)
 """A little below bf16's largest, so that rounding cannot pass it."""
 
@@ -136,10 +135,10 @@ def _launch(out: Tensor, dscale: Tensor | None, grad: Tensor | None, x: Tensor, 
         sums = torch.empty(size, dtype=torch.float64, device=x.device)
     with on(x.device):
         fake_kernel[(bands * across,)](
-            out=seen(out, out.element_size()) if grad is None else _loadable(out),
+            out=seen(out, out.element_size()) if grad is None else loadable(out),
             sums=sums,
-            x=_loadable(x),
-            grad=x if grad is None else _loadable(grad),
+            x=loadable(x),
+            grad=x if grad is None else loadable(grad),
             scale=scale,
             rows=rows,
             columns=columns,
@@ -157,10 +156,6 @@ def _launch(out: Tensor, dscale: Tensor | None, grad: Tensor | None, x: Tensor, 
     if dscale is not None:
         shape = (outer, channels, across) if by_row else (bands, channels, inner)
         dscale.copy_(sums.view(shape).sum((0, 2)))
-
-
-def _loadable(x: Tensor) -> Tensor:
-    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
 # -- grids: laid out once, which reads them and waits for the device --------------------------------------------------

@@ -14,9 +14,11 @@ from narrowcast.kernels.cuda import choose
 from narrowcast.kernels.layout import Element, Grid, Recipe, layout
 from narrowcast.kernels.triton import cuts, fake_quantize, integer, kernels, linear
 from narrowcast.kernels.triton.arguments import (
+    OUTPUTS,
     encoding,
     ends,
     form_of,
+    loadable,
     on,
     options,
     places,
@@ -26,8 +28,6 @@ from narrowcast.kernels.triton.arguments import (
 )
 from narrowcast.kernels.triton.codes import INTERPRETED
 from narrowcast.kernels.triton.cuts import Cut, Tile, cut, launches, tile_for
-
-OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
 class Triton(Kernel):
@@ -43,13 +43,13 @@ class Triton(Kernel):
         if rows.numel() == 0:
             return
         rows = rows if rows.shape[1] == 1 or rows.stride(1) == 1 else rows.contiguous()
-        with _aligned(out) as target, on(rows.device):
+        with _writable(out, 16) as target, on(rows.device):
             _encode(target, rows, recipe, seed)
 
     def _decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
         if out.numel() == 0:
             return
-        with _contiguous(out) as target, on(data.device):
+        with _writable(out, 1) as target, on(data.device):
             _decode(target, data, recipe, 1, None, -1, 1)
 
     def _decode_sum(
@@ -58,7 +58,7 @@ class Triton(Kernel):
         if out.numel() == 0:
             return
         rank = own_rank if own is not None else -1
-        with _contiguous(out) as target, on(data.device):
+        with _writable(out, 1) as target, on(data.device):
             _decode(target.view(1, -1), data, recipe, len(data), own, rank, divisor)
 
     def _decode_sum_encode(
@@ -74,15 +74,37 @@ class Triton(Kernel):
     ) -> None:
         if numel == 0:
             return
-        tile = tile_for("decode_sum_encode", recipe.format)
-        if cut(recipe.format, numel, tile.elements, cuts.ONE_PASS).chunked:
+        format = recipe.format
+        tile = tile_for("decode_sum_encode", format)
+        tiles = cut(format, numel, tile.elements, cuts.ONE_PASS)
+        if tiles.chunked:
             total = torch.empty(numel, dtype=torch.float32, device=data.device)
             self.decode_sum(total, data, recipe, own, own_rank, divisor)
             self.encode(out.view(1, -1), total.view(1, -1), recipe, seed)
             return
         rank = own_rank if own is not None else -1
-        with _aligned(out) as target, on(data.device):
-            _decode_sum_encode(target, data, numel, recipe, own, rank, divisor, seed, tile)
+        sums = summing(data, recipe, numel, tiles, len(data), own, rank, divisor)
+        stride = sums.pop("row_bytes")
+        with _writable(out, 16) as target, on(data.device):
+            for launch in launches(tiles):
+                # A word at a row's end would overwrite what follows the codes.
+                words = tiles.words(format.bits) and not launch["TILE"].masked
+                size = 4 if words else max(format.bits // 8, 1)
+                kernels.decode_sum_encode_kernel[(launch["tiles"],)](
+                    to_codes=seen(target, size),
+                    to_scales=seen(target, scale_size(format)),
+                    out=target,
+                    stride=stride,
+                    STORE_WORDS=words,
+                    TO_SIZE=size,
+                    FORM=form_of(format, data.device),
+                    **launch,
+                    **places(format, numel),
+                    **ends(format, numel),
+                    **encoding(recipe, seed, data),
+                    **sums,
+                    **options(tiles, tile),
+                )
 
     def _linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
         if not INTERPRETED and choose.linear(out, x, data, recipe, bias):
@@ -110,7 +132,7 @@ def _encode(out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
     tile = tile_for("encode", format)
     tiles = cut(format, numel, tile.elements, cuts.ONE_PASS)
     code_size = max(format.bits // 8, 1)
-    x = rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
+    x = loadable(rows)
     source = {"x": x, "x_stride": rows.stride(0) if count > 1 else numel}
     first = second = x
     if tiles.chunked:
@@ -196,58 +218,14 @@ def _decode(
         )
 
 
-def _decode_sum_encode(
-    out: Tensor,
-    data: Tensor,
-    numel: int,
-    recipe: Recipe,
-    own: Tensor | None,
-    own_rank: int,
-    divisor: int,
-    seed: int,
-    tile: Tile,
-) -> None:
-    format = recipe.format
-    tiles = cut(format, numel, tile.elements, cuts.ONE_PASS)
-    sums = summing(data, recipe, numel, tiles, len(data), own, own_rank, divisor)
-    stride = sums.pop("row_bytes")
-    for launch in launches(tiles):
-        # A word at a row's end would overwrite what follows the codes.
-        words = tiles.words(format.bits) and not launch["TILE"].masked
-        to_size = 4 if words else max(format.bits // 8, 1)
-        kernels.decode_sum_encode_kernel[(launch["tiles"],)](
-            to_codes=seen(out, to_size),
-            to_scales=seen(out, scale_size(format)),
-            out=out,
-            stride=stride,
-            STORE_WORDS=words,
-            TO_SIZE=to_size,
-            **launch,
-            **places(format, numel),
-            **ends(format, numel),
-            FORM=form_of(format, data.device),
-            **encoding(recipe, seed, data),
-            **sums,
-            **options(tiles, tile),
-        )
-
-
 # -- tensors --------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _aligned(out: Tensor) -> Iterator[Tensor]:
-    """`out`, or a copy of its shape that starts at a multiple of 16 bytes and is copied back."""
-    fits = out.is_contiguous() and out.data_ptr() % 16 == 0
+def _writable(out: Tensor, alignment: int) -> Iterator[Tensor]:
+    """`out`, or a contiguous copy of its shape that starts at a multiple of so many bytes and is copied back."""
+    fits = out.is_contiguous() and out.data_ptr() % alignment == 0
     target = out if fits else torch.empty_like(out, memory_format=torch.contiguous_format)
-    yield target
-    if target is not out:
-        out.copy_(target)
-
-
-@contextlib.contextmanager
-def _contiguous(out: Tensor) -> Iterator[Tensor]:
-    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     yield target
     if target is not out:
         out.copy_(target)
