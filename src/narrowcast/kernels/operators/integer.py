@@ -1,11 +1,11 @@
 """Exact products of integers: int8 x int8 -> int32.
 
 `torch.ops.narrowcast.integer_linear` takes x [batch, k] and weights [rows, k], both int8, and returns int32
-[batch, rows], each element the sum of k products. It is exact on every machine, so there is no order of sums to speak
-of: k is at most 131071, for which even -128 times -128 throughout fits into an int32. Integers have no gradient.
+[batch, rows], each element the sum of k products. It is exact on every machine, in any order of sums: k is at most
+131071, for which even -128 times -128 throughout fits into an int32. Integers have no gradient.
 
-On a CPU it does not rest on `torch._int_mm`: where there is no AVX-512 VNNI, oneDNN adds pairs of products in 16 bits,
-which saturate, and the result is wrong by thousands (torch 2.13; ONEDNN_MAX_CPU_ISA=AVX2 shows it on any machine).
+On a CPU it does not use `torch._int_mm`: without AVX-512 VNNI, oneDNN adds pairs of products in 16 bits, which
+saturate, and the result is wrong by thousands (torch 2.13; ONEDNN_MAX_CPU_ISA=AVX2 shows it on any machine).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ LONGEST = 2**17 - 1
 def integer_linear(x: Tensor, weight: Tensor) -> Tensor:
     """int8 `x` [batch, k] times int8 `weight` [rows, k]: int32 [batch, rows], exact."""
     if not (x.dtype == weight.dtype == torch.int8) or x.dim() != 2 or weight.dim() != 2:
-        raise _unfit(x, weight)
+        raise _explain(x, weight)
     k = x.shape[1]
     if k != weight.shape[1] or k > LONGEST:
-        raise _unfit(x, weight)
+        raise _explain(x, weight)
     if unwatched(x):
         return _multiply(x, weight)
     return torch.ops.narrowcast.integer_linear(x, weight)  # type: ignore[no-any-return]
 
 
-def _unfit(x: Tensor, weight: Tensor) -> DtypeError | ShapeError:
-    """What is wrong with the two. Apart from the checks themselves, which every call of a small layer waits for."""
+def _explain(x: Tensor, weight: Tensor) -> DtypeError | ShapeError:
+    """The error that says what is wrong with the two. Not in the caller, where every call of a small layer waits."""
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dtype != torch.int8:
             return DtypeError(

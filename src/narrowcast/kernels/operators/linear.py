@@ -4,10 +4,10 @@
 weights. Its meaning: decode W to fp32, multiply and add the bias in fp32, round once to x's dtype. It is an operator of
 its own, so that torch.compile neither breaks the graph there nor rewrites it, and it is differentiable in x and bias.
 
-A kernel may take a call or leave it (`Kernel.linear` returns False: a format or a batch that it is not made for). Then
-W is decoded and multiplied tile by tile, in x's own dtype (fp16 on a CPU: in fp32), never whole: the same numbers but
-for one more rounding of each weight where x is fp16 or bf16. Sums run in an order that depends on shapes, dtypes and
-the machine alone, so the same call gives the same bits.
+A kernel may decline a call: `Kernel.linear` returns False for a format or a batch that it is not made for. Then W is
+decoded and multiplied tile by tile, never whole, in x's own dtype (fp16 on a CPU: in fp32). The result is the same but
+for one more rounding of each weight where x is fp16 or bf16. The order of sums depends on shapes, dtypes and the
+machine alone, so the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def linear(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tens
     A bias of one element counts for every output, as in torch's own `linear`.
     """
     if bias is not None and bias.shape != data.shape[:1]:
-        bias = _for_all(bias, data.shape[0])
+        bias = _spread_bias(bias, data.shape[0])
     wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     if not wanted and unwatched(x) and not (bias is not None and bias.is_neg()):
         return _multiply(x, data, recipe, bias)
     return torch.ops.narrowcast.linear(x, data, *recipe, bias)  # type: ignore[no-any-return]
 
 
-def _for_all(bias: Tensor, outputs: int) -> Tensor:
+def _spread_bias(bias: Tensor, outputs: int) -> Tensor:
     if bias.dim() > 1 or bias.numel() != 1:
         raise ShapeError(
             f"bias: expected one element for each of the {outputs} outputs, or one for all of them, got shape "
@@ -60,13 +60,13 @@ def _multiply(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> T
     if bias is not None and bias.is_neg():
         bias = bias.resolve_neg()
     if not kernel_for(x.device.type).linear(matrix, flat, data, recipe, bias):
-        _in_tiles(matrix, flat, data, recipe, bias)
+        _multiply_tiles(matrix, flat, data, recipe, bias)
     return out
 
 
-def _in_tiles(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:
+def _multiply_tiles(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:
     x = x.to(_tile_dtype(x))
-    for first, weight in _tiles(data, x.shape[1], x.dtype, recipe):
+    for first, weight in _decode_tiles(data, x.shape[1], x.dtype, recipe):
         some = out[:, first : first + len(weight)]
         target = some if some.dtype == x.dtype else some.to(x.dtype)
         if bias is None:
@@ -82,7 +82,7 @@ def _tile_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype == torch.float16 and x.device.type == "cpu" else x.dtype
 
 
-def _tiles(data: Tensor, numel: int, dtype: torch.dtype, recipe: Recipe) -> Iterator[tuple[int, Tensor]]:
+def _decode_tiles(data: Tensor, numel: int, dtype: torch.dtype, recipe: Recipe) -> Iterator[tuple[int, Tensor]]:
     """The decoded weights, a few rows at a time, each with the number of its first row."""
     step = max(1, TILES.get(data.device.type, TILES["cpu"]) // max(numel, 1))
     for first in range(0, len(data), step):
@@ -105,7 +105,7 @@ def _multiply_backward(grad: Tensor, data: Tensor, numel: Count, recipe: Recipe)
     total = torch.zeros(len(flat), numel, dtype=wide, device=grad.device)
     flat = flat.to(_tile_dtype(grad))
     product = torch.empty(len(flat), numel, dtype=flat.dtype, device=grad.device)
-    for first, weight in _tiles(data, numel, flat.dtype, recipe):
+    for first, weight in _decode_tiles(data, numel, flat.dtype, recipe):
         torch.mm(flat[:, first : first + len(weight)], weight, out=product)  # autocast leaves alone what has an `out`
         total += product
     return total.to(grad.dtype).view(*grad.shape[:-1], numel)
