@@ -156,7 +156,7 @@ OF_CODECS = ["encode", "encode_", "decode", "decode_", "decode_sum", "decode_sum
 OF_CODECS += ["decode_sum_encode", "decode_sum_encode_"]
 OPERATORS = [*OF_CODECS, "linear", "linear_backward"]
 ELSEWHERE = {"fake_quantize", "fake_quantize_backward", "integer_linear"}
-"""Operators that tests/kernels/test_fake.py and test_integer.py check."""
+"""Operators that tests/kernels/operators check."""
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
