@@ -158,9 +158,10 @@ def out(tensor: Tensor, result: Result, device: torch.device, name: str = "out")
 
 def _table(recipe: Recipe, device: torch.device) -> None:
     """A codec has a table if and only if its codes are places in one; kernels read it whole."""
-    table, wanted = recipe.table, recipe.format.element == _LEVELS
-    if table is None and not wanted:
+    table = recipe.table
+    if table is None and recipe.format.element != _LEVELS:
         return
+    wanted = recipe.format.element == _LEVELS
     if table is None or not wanted:
         raise ShapeError(
             f"table: a recipe of {Element(recipe.format.element).name} codes {'lacks' if wanted else 'has'} one."

@@ -248,8 +248,8 @@ def _function(library: ctypes.CDLL, name: str, *arguments: type) -> ctypes._Name
 
 
 def _spec(recipe: Recipe, numel: int) -> object:
-    table = recipe.table
-    return spec(recipe.format, recipe.peak, numel, 0 if table is None else table.data_ptr())
+    format, peak, table = recipe
+    return spec(format, peak, numel, 0 if table is None else table.data_ptr())
 
 
 def _summands(
