@@ -56,7 +56,7 @@ soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, 
 	NARROWCAST_FUZZ=60 $(BIN)/pytest tests/fuzz --timeout 7200
 
 gpu: $(VENV)/.dev        ## the kernels on a real GPU
-	$(BIN)/pytest tests/kernels/test_gpu.py tests/kernels/test_gpu_linear.py tests/nn tests/distributed/test_cuda.py
+	$(BIN)/pytest tests/kernels/triton tests/nn tests/distributed/test_cuda.py
 	$(BIN)/pytest -m gpu tests/distributed/gradients/test_fsdp_cuda.py tests/compat
 	$(BIN)/python bench/gpu.py
 	$(BIN)/python bench/gpu_linear.py
@@ -84,8 +84,8 @@ sanitize: $(VENV)/.dev   ## the native core under AddressSanitizer and Undefined
 	cmake --build build/sanitize --parallel 2
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 NARROWCAST_CORE=$(CURDIR)/build/sanitize/_narrowcast_core.so \
-	$(BIN)/pytest tests/kernels/test_native.py tests/kernels/test_fake.py tests/kernels/test_linear.py \
-		tests/kernels/test_integer.py tests/codecs/test_conformance.py
+	$(BIN)/pytest tests/kernels/cpu tests/kernels/operators/test_fake_quantize_operator.py \
+		tests/kernels/operators/test_integer_operator.py tests/codecs/test_conformance.py
 
 clean:           ## remove what was built
 	rm -rf $(VENV) build dist site

@@ -28,8 +28,9 @@ from torch import Tensor
 import narrowcast as nc
 from narrowcast.codecs import Levels
 from narrowcast.kernels import operators, reference
-from narrowcast.kernels.fake import Grid, fake_quantize
-from narrowcast.kernels.integer import integer_linear
+from narrowcast.kernels.layout import Grid
+from narrowcast.kernels.operators.fake_quantize import fake_quantize
+from narrowcast.kernels.operators.integer import integer_linear
 
 GRIDS = ("int4", "apot4", "nf4", "int8", "apot8")
 LIMIT = 3.0
@@ -80,7 +81,7 @@ def row(name: str, way: str, elements: int, rounds: int, clock: Callable[[], flo
     for _ in range(rounds + 1):
         base = seconds(lambda: copy.copy_(x), clock)
         forward = seconds(lambda: kernel.fake_quantize(out, x, scale, grid), clock)
-        backward = seconds(lambda: kernel.fake_gradients(dx, dscale, grad, x, scale, grid), clock)
+        backward = seconds(lambda: kernel.fake_quantize_backward(dx, dscale, grad, x, scale, grid), clock)
         fresh, clone = seconds(autograd, clock), seconds(x.clone, clock)
         for key, value in zip(ratios, (forward, backward, forward + backward, fresh, clone), strict=True):
             ratios[key].append(value / base)
@@ -149,7 +150,7 @@ def agrees(name: str, way: str, dtype: torch.dtype) -> bool:
     out, dx, dscale = torch.empty_like(x).cuda(), torch.empty_like(x).cuda(), torch.empty_like(scale).cuda()
     kernel = operators.kernel_for("cuda")
     kernel.fake_quantize(out, x.cuda(), scale.cuda(), there)
-    kernel.fake_gradients(dx, dscale, grad.cuda(), x.cuda(), scale.cuda(), there)
+    kernel.fake_quantize_backward(dx, dscale, grad.cuda(), x.cuda(), scale.cuda(), there)
     wanted_x, wanted_scale = reference.fake_quantize_backward(grad, x, scale, here)
     same = torch.equal(out.cpu(), reference.fake_quantize(x, scale, here)) and torch.equal(dx.cpu(), wanted_x)
     return same and torch.allclose(dscale.cpu(), wanted_scale, rtol=1e-6, atol=1e-4)
@@ -172,7 +173,9 @@ def on_gpu(elements: int, rounds: int) -> int:
                 dscale = torch.empty_like(scale)
                 ahead = milliseconds(lambda o=out, x=x, s=scale, g=grid: kernel.fake_quantize(o, x, s, g), rounds)  # type: ignore[misc]
                 back = milliseconds(
-                    lambda o=out, d=dscale, g=grad, x=x, s=scale, i=grid: kernel.fake_gradients(o, d, g, x, s, i),  # type: ignore[misc]
+                    lambda o=out, d=dscale, g=grad, x=x, s=scale, i=grid: kernel.fake_quantize_backward(
+                        o, d, g, x, s, i
+                    ),  # type: ignore[misc]
                     rounds,
                 )
                 shares = f"{copied / ahead:.0%}", f"{1.5 * copied / back:.0%}"

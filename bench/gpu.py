@@ -144,22 +144,22 @@ def checks(name: str, seed: int) -> Iterator[tuple[str, bool]]:
         mine = None if own is None else own.cuda()
         total = torch.full((numel,), 7.0, device="cuda")
         triton.decode_sum(total, data.cuda(), there, mine, rank, divisor)
-        yield same(total.cpu(), reference.decode_sum(data, numel, here, own, rank, divisor, torch.float32))
+        yield same(total.cpu(), reference.decode_sum(data, numel, torch.float32, here, own, rank, divisor))
         out = torch.full((data.shape[1],), 0xA5, dtype=torch.uint8, device="cuda")
-        triton.reduce(out, data.cuda(), numel, there, mine, rank, divisor, seed)
-        yield same(out.cpu(), reference.reduce(data, numel, here, own, rank, divisor, seed))
+        triton.decode_sum_encode(out, data.cuda(), numel, there, mine, rank, divisor, seed)
+        yield same(out.cpu(), reference.decode_sum_encode(data, numel, here, own, rank, divisor, seed))
 
     rows = every_kind(1000, seed)
     data = reference.encode(rows, here, seed)
     yield "encode rows of every kind", same(encoded(rows), data)
     yield (
         "decode rows of every kind",
-        same(decoded(data, 1000, torch.float32), reference.decode(data, 1000, here, torch.float32)),
+        same(decoded(data, 1000, torch.float32), reference.decode(data, 1000, torch.float32, here)),
     )
     noise = torch.randint(0, 256, data.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     yield (
         "decode any bytes",
-        same(decoded(noise, 1000, torch.float32), reference.decode(noise, 1000, here, torch.float32)),
+        same(decoded(noise, 1000, torch.float32), reference.decode(noise, 1000, torch.float32, here)),
     )
 
     for numel in (1 << 17, (1 << 17) + 29):
@@ -169,9 +169,9 @@ def checks(name: str, seed: int) -> Iterator[tuple[str, bool]]:
         yield f"encode {numel}", same(encoded(ranks[:1]), data[:1])
         yield (
             f"decode {numel}",
-            same(decoded(data[:1], numel, torch.float32), reference.decode(data[:1], numel, here, torch.float32)),
+            same(decoded(data[:1], numel, torch.float32), reference.decode(data[:1], numel, torch.float32, here)),
         )
-        for what, good in zip(("decode_sum", "reduce"), summed(data, numel, None, 0, 1), strict=True):
+        for what, good in zip(("decode_sum", "decode_sum_encode"), summed(data, numel, None, 0, 1), strict=True):
             yield f"{what} {numel}", good
     if name not in (*TARGETS, *OTHERS):
         return
@@ -179,12 +179,12 @@ def checks(name: str, seed: int) -> Iterator[tuple[str, bool]]:
         rows = every_kind(333, seed).to(dtype)
         data = reference.encode(rows, here, seed)
         yield f"encode {dtype}", same(encoded(rows), data)
-        yield f"decode {dtype}", same(decoded(data, 333, dtype), reference.decode(data, 333, here, dtype))
+        yield f"decode {dtype}", same(decoded(data, 333, dtype), reference.decode(data, 333, dtype, here))
     for ranks_, rank, divisor in ((3, 0, 3), (4, 3, 4), (20, 1, 20)):
         rows = torch.stack([every_kind(1100, seed + r)[:4].reshape(-1) for r in range(ranks_)])
         data = reference.encode(rows, here, seed)
         for what, good in zip(
-            ("decode_sum", "reduce"), summed(data, 4400, -rows[0].half(), rank, divisor), strict=True
+            ("decode_sum", "decode_sum_encode"), summed(data, 4400, -rows[0].half(), rank, divisor), strict=True
         ):
             yield f"{what} of {ranks_} with own {rank} over {divisor}", good
 
@@ -260,7 +260,10 @@ def operations(codec: nc.Codec, x: Tensor) -> dict[str, tuple[Callable[[], objec
     return {
         "encode": (lambda: triton.encode(one, x, recipe, 1), x.nbytes + one.nbytes),
         "decode": (lambda: triton.decode(back, data[:1], recipe), x.nbytes + one.nbytes),
-        "reduce": (lambda: triton.reduce(one[0], data, numel, recipe, None, 0, 1, 1), (RANKS + 1) * one.nbytes),
+        "decode_sum_encode": (
+            lambda: triton.decode_sum_encode(one[0], data, numel, recipe, None, 0, 1, 1),
+            (RANKS + 1) * one.nbytes,
+        ),
     }
 
 
@@ -288,11 +291,11 @@ def rivals(x: Tensor, copy: float) -> dict[str, dict[str, float]]:
     def decode(codes: Tensor, scale: Tensor) -> Tensor:
         return codes * scale
 
-    def reduce(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def decode_sum_encode(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         return encode((codes * scale).sum(0))
 
     found = {}
-    compiled = [torch.compile(part) for part in (encode, decode, reduce)]
+    compiled = [torch.compile(part) for part in (encode, decode, decode_sum_encode)]
     codes, scale = compiled[0](x)
     one = codes.nbytes + scale.nbytes
     many = codes.expand(RANKS, -1, -1).contiguous(), scale.expand(RANKS, -1, -1).contiguous()
@@ -300,7 +303,7 @@ def rivals(x: Tensor, copy: float) -> dict[str, dict[str, float]]:
     for name, run, moved in (
         ("torch.compile encode", lambda: compiled[0](x), x.nbytes + one),
         ("torch.compile decode", lambda: compiled[1](codes, scale), x.nbytes + one),
-        ("torch.compile reduce", lambda: compiled[2](*many), (RANKS + 1) * one),
+        ("torch.compile decode_sum_encode", lambda: compiled[2](*many), (RANKS + 1) * one),
         ("reference encode", lambda: reference.encode(x, int8, 0), x.nbytes + one),
     ):
         ms = milliseconds(run, 5)
@@ -350,7 +353,7 @@ def sweep(names: list[str], x: Tensor, copy: float) -> dict[str, Any]:
                     tried.setdefault(f"{name} {operation}", {})[f"{elements}/{warps}"] = round(share, 4)
             except Exception as error:
                 print(name, elements, warps, last_lines(error))
-        for operation in ("encode", "decode", "reduce"):
+        for operation in ("encode", "decode", "decode_sum_encode"):
             best = sorted(tried.get(f"{name} {operation}", {}).items(), key=lambda pair: -pair[1])[:5]
             print(f"{name:10} {operation:7}", "  ".join(f"{tile}: {share:.1%}" for tile, share in best), flush=True)
     return tried
@@ -368,11 +371,11 @@ WAY_TILES = ((1024, 1), (1024, 2), (2048, 2), (4096, 2), (4096, 4))
 def set_way(tile: tuple[int, int], mask: int) -> None:
     from narrowcast.kernels.triton import cuts
 
-    cuts.TILES["reduce of integers", 4] = cuts.Tile(*tile)
+    cuts.TILES["decode_sum_encode of integers", 4] = cuts.Tile(*tile)
     cuts.BYTEWISE = mask
 
 
-def reduces_right(name: str, tile: tuple[int, int], mask: int) -> bool:
+def sums_right(name: str, tile: tuple[int, int], mask: int) -> bool:
     """In a worker: compiles the reduction, and compares one of full tiles with the reference."""
     torch.set_num_threads(1)
     set_way(tile, mask)
@@ -381,22 +384,22 @@ def reduces_right(name: str, tile: tuple[int, int], mask: int) -> bool:
     here = codec._recipe(torch.device("cpu"))
     data = reference.encode(rows, here, 0)
     out = torch.full((data.shape[1],), 0xA5, dtype=torch.uint8, device="cuda")
-    kernel().reduce(out, data.cuda(), numel, codec._recipe(torch.device("cuda")), None, 0, 1, 0)
-    return same(out.cpu(), reference.reduce(data, numel, here, None, 0, 1, 0))
+    kernel().decode_sum_encode(out, data.cuda(), numel, codec._recipe(torch.device("cuda")), None, 0, 1, 0)
+    return same(out.cpu(), reference.decode_sum_encode(data, numel, here, None, 0, 1, 0))
 
 
 def variants(names: list[str], x: Tensor, copy: float) -> dict[str, Any]:
     tried: dict[str, Any] = {"failed": []}
     ways = [(name, tile, mask) for name in names for mask in WAYS.get(name, (0,)) for tile in WAY_TILES]
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
-        jobs = {way: pool.submit(reduces_right, *way) for way in ways}
+        jobs = {way: pool.submit(sums_right, *way) for way in ways}
         for way, job in jobs.items():
             error = job.exception()
             if error is not None or not job.result():
                 tried["failed"].append(f"{way}: {'other bits' if error is None else last_lines(error)}")
     for name, tile, mask in ways:
         set_way(tile, mask)
-        run, moved = operations(nc.codec(name), x)["reduce"]
+        run, moved = operations(nc.codec(name), x)["decode_sum_encode"]
         share = moved / milliseconds(run, 9) / 1e9 / copy
         tried.setdefault(name, {})[f"{mask:08b} {tile[0]}/{tile[1]}"] = round(share, 4)
     for name in names:
@@ -409,8 +412,8 @@ def variants(names: list[str], x: Tensor, copy: float) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any], copy: float) -> None:
-    print(f"\ncopy {copy:.2f} TB/s; per operation: ms, TB/s, share of the copy (reduce: of {RANKS} rows)")
-    print(f"{'codec':22} {'encode':>21} {'decode':>21} {'reduce':>21}")
+    print(f"\ncopy {copy:.2f} TB/s; per operation: ms, TB/s, share of the copy (decode_sum_encode: of {RANKS} rows)")
+    print(f"{'codec':22} {'encode':>21} {'decode':>21} {'decode_sum_encode':>21}")
     for name, found in results["codecs"].items():
         if "error" in found:
             print(f"{name:22} {found['error'][:90]}")

@@ -1,10 +1,10 @@
 """Linear layers on encoded weights on a GPU: first their numbers against fp64, then their time against the limit.
 
-    PYTHONPATH=src python3 bench/choose.py             checks, then times batches 1, 8, 16 and 64 at four shapes
-    PYTHONPATH=src python3 bench/choose.py --sweep     tries other cuts of the work
+    PYTHONPATH=src python3 bench/gpu_linear.py             checks, then times batches 1, 8, 16 and 64 at four shapes
+    PYTHONPATH=src python3 bench/gpu_linear.py --sweep     tries other cuts of the work
     ... --sweep-slices 32,64                               the same for cuda/slices.cu, at these batches
     ... --rivals --end-to-end                              other libraries' layers, and a 7B decoder's tokens a second
-    ... --skip-check   --json PATH (default: $OUT/choose.json where OUT is set)
+    ... --skip-check   --json PATH (default: $OUT/gpu_linear.json where OUT is set)
 
 The limit is reading the encoded weights at the read bandwidth measured in the same run. Weights rotate past the L2
 cache, and calls are replayed as a CUDA graph. Exits with 1 if a number is outside its bound.
@@ -30,7 +30,10 @@ import gpu_rivals
 import narrowcast as nc
 from narrowcast.kernels import reference
 from narrowcast.kernels.cuda import choose, nvrtc
-from narrowcast.kernels.cuda import slices as gpu_linear_slices
+from narrowcast.kernels.cuda.cuts import Cut, tile_cut
+from narrowcast.kernels.cuda.formats import block_of, codes_of, sources
+from narrowcast.kernels.cuda.launch import launch_cut, launch_slices
+from narrowcast.kernels.cuda.slices import Slices, divide
 from narrowcast.kernels.layout import Recipe
 
 SHAPES = ((4096, 4096), (22016, 4096), (32000, 4096), (4096, 11008))
@@ -116,7 +119,7 @@ def check(specs: tuple[str, ...]) -> int:
         torch.manual_seed(n + k)
         recipe = codec._recipe(torch.device("cpu"))
         encoded = reference.encode(torch.randn(n, k) * 0.02, recipe, 0)
-        rows, weight = encoded.cuda(), reference.decode(encoded, k, recipe, torch.float64).cuda()
+        rows, weight = encoded.cuda(), reference.decode(encoded, k, torch.float64, recipe).cuda()
         for batch, with_bias in BATCHES:
             if batch > 16 and not (spec in ("int8", "int4", "nf4") and dtype == torch.bfloat16):
                 continue
@@ -196,7 +199,7 @@ def sweep(limit: float) -> list[dict[str, object]]:
         x = torch.randn(batch, k, device="cuda", dtype=torch.bfloat16)
         out = torch.empty(batch, n, device="cuda", dtype=torch.bfloat16)
         recipe = codec._recipe(x.device)
-        base = choose._cut(x, rows[0], recipe, None)
+        base = choose.cut_of(x, rows[0], recipe, None)
         assert base is not None
         tried = []
         for cut in cuts(base, n, k):
@@ -222,7 +225,7 @@ def sweep_slices(batches: list[int]) -> list[dict[str, object]]:
     jobs = list(itertools.product(CODECS[:5], batches, (SHAPES[1], SHAPES[0], SHAPES[3])))
     made = {job: divisions(*job) for job in jobs}
     with ThreadPoolExecutor(os.cpu_count(), initializer=lambda: torch.zeros(1, device="cuda")) as pool:
-        files, device = choose.sources("slices"), torch.cuda.current_device()
+        files, device = sources("slices"), torch.cuda.current_device()
         every = {slices.defines for ways in made.values() for slices in ways}
         list(pool.map(lambda defines: nvrtc.function(files, "slices", defines, device, True), every))
     found: list[dict[str, object]] = []
@@ -248,10 +251,10 @@ def sweep_slices(batches: list[int]) -> list[dict[str, object]]:
     return found
 
 
-def divisions(spec: str, batch: int, shape: tuple[int, int]) -> list[gpu_linear_slices.Slices]:
+def divisions(spec: str, batch: int, shape: tuple[int, int]) -> list[Slices]:
     """The ways to divide a product that are worth a try."""
     recipe = nc.codec(spec)._recipe(torch.device("cuda"))
-    codes, block = choose.codes_of(recipe.format), choose._block(recipe.format, shape[1])
+    codes, block = codes_of(recipe.format), block_of(recipe.format, shape[1])
     assert codes is not None
     common = {"CODES": codes, "X": 2, "BIAS": -1, "SCALE": int(recipe.format.scale), "BLOCK": block, "UNROLL": 1}
     room, made = choose._chip(torch.device("cuda", 0))[0], {}
@@ -263,23 +266,22 @@ def divisions(spec: str, batch: int, shape: tuple[int, int]) -> list[gpu_linear_
             continue
         fitting = 0
         for parts in (1, 2, 3, 4, 6, 8, 11, 12, 16):
-            slices = gpu_linear_slices.divide(common, team, tiles, tall, warps, stages, parts, *shape, 132, room)
+            slices = divide(common, team, tiles, tall, warps, stages, parts, *shape, 132, room)
             if slices is not None and fitting < 3:
                 fitting += 1
                 made[slices] = None
     return list(made)
 
 
-def in_slices(slices: gpu_linear_slices.Slices, out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
-    levels = choose.levels_of(recipe, x.dtype, x.device)
-    gpu_linear_slices.launch(slices, out, x, rows[i], recipe, levels, None)
+def in_slices(slices: Slices, out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
+    launch_slices(slices, out, x, rows[i], recipe, None)
 
 
-def launch(cut: choose.Cut, out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
-    choose._launch(cut, out, x, rows[i], recipe, None)
+def launch(cut: Cut, out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
+    launch_cut(cut, out, x, rows[i], recipe, None)
 
 
-def cuts(base: choose.Cut, n: int, k: int) -> list[choose.Cut]:
+def cuts(base: Cut, n: int, k: int) -> list[Cut]:
     fixed = dict(base.defines)
     made = []
     if base.name == "dot":
@@ -298,7 +300,7 @@ def cuts(base: choose.Cut, n: int, k: int) -> list[choose.Cut]:
         for per in (resident // 32, 1 << 10):
             grid = max(132, 132 * per // parts)
             more = (fixed["CODES"], fixed["WIDE"], fixed["TILES"], tall, parts, resident, n, k, grid)
-            cut = choose.tile_cut(fixed | {"UNROLL": unroll}, *more)
+            cut = tile_cut(fixed | {"UNROLL": unroll}, *more)
             made += [cut] if cut else []
     return list({(cut.defines, cut.grid): cut for cut in made}.values())
 
@@ -312,7 +314,7 @@ def main() -> None:
     parser.add_argument("--rivals", action="store_true")
     parser.add_argument("--end-to-end", action="store_true")
     parser.add_argument("--batches", default="1,8,16,64")
-    parser.add_argument("--json", default=os.environ.get("OUT") and f"{os.environ['OUT']}/choose.json")
+    parser.add_argument("--json", default=os.environ.get("OUT") and f"{os.environ['OUT']}/gpu_linear.json")
     chosen = parser.parse_args()
     bad = 0 if chosen.skip_check else check(FUSED if chosen.fused else (*FUSED, *OTHERS))
     limit = read_bandwidth()

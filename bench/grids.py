@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from machine import facts
-from narrowcast.kernels.fake import fake_quantize
+from narrowcast.kernels.operators.fake_quantize import fake_quantize
 from narrowcast.nn.qat.clips import clip_of
 from narrowcast.nn.qat.grids import CodecGrid, codec_grid
 

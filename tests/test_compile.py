@@ -145,17 +145,18 @@ def arguments_of(operator: str, codec: Codec, device: str) -> tuple[object, ...]
         "decode_": (torch.zeros(3, 75, device=device), rows, *recipe),
         "decode_sum": (rows, 75, torch.float32, *recipe, *sums),
         "decode_sum_": (torch.zeros(75, device=device), rows, *recipe, *sums),
-        "reduce": (rows, 75, *recipe, *sums, 1),
-        "reduce_": (torch.zeros_like(rows[0]), rows, 75, *recipe, *sums, 1),
+        "decode_sum_encode": (rows, 75, *recipe, *sums, 1),
+        "decode_sum_encode_": (torch.zeros_like(rows[0]), rows, 75, *recipe, *sums, 1),
         "linear": (x.requires_grad_(), rows, *recipe, torch.ones(3, device=device, requires_grad=True)),
         "linear_backward": (torch.ones(2, 3, device=device), rows, 75, *recipe),
     }[operator]
 
 
-OF_CODECS = ["encode", "encode_", "decode", "decode_", "decode_sum", "decode_sum_", "reduce", "reduce_"]
+OF_CODECS = ["encode", "encode_", "decode", "decode_", "decode_sum", "decode_sum_"]
+OF_CODECS += ["decode_sum_encode", "decode_sum_encode_"]
 OPERATORS = [*OF_CODECS, "linear", "linear_backward"]
 ELSEWHERE = {"fake_quantize", "fake_quantize_backward", "integer_linear"}
-"""Operators that tests/kernels/test_fake.py and test_integer.py check."""
+"""Operators that tests/kernels/operators check."""
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

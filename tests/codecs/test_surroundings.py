@@ -138,9 +138,9 @@ def test_the_reference_means_the_same(ambient: str) -> None:
             rows = reference.encode(x, recipe, SEED)
             return [
                 rows,
-                reference.decode(rows, 150, recipe, torch.bfloat16),
-                reference.decode_sum(rows, 150, recipe, x[1], 1, 3, torch.float32),
-                reference.reduce(rows, 150, recipe, None, -1, 1, SEED),
+                reference.decode(rows, 150, torch.bfloat16, recipe),
+                reference.decode_sum(rows, 150, torch.float32, recipe, x[1], 1, 3),
+                reference.decode_sum_encode(rows, 150, recipe, None, -1, 1, SEED),
                 reference.linear(x, rows, recipe, x[0, :3]),
             ]
 

@@ -1,8 +1,8 @@
-"""Real ranks for these suites, too, and processes of their own: those of tests/distributed and tests/kernels."""
+"""Real ranks for these suites, too: those of tests/distributed."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("distributed", "kernels")]
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))

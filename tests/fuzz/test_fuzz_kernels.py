@@ -66,10 +66,10 @@ def test_any_bytes_decode_and_sum_to_the_references_bits(
     codec, ranks = CODECS[spec], 1 + seed % 4
     recipe = codec._recipe(torch.device("cpu"))
     data = some_bytes(kind, ranks, codec.row_bytes(numel), seed)
-    expected = reference.decode(data, numel, recipe, dtype)
+    expected = reference.decode(data, numel, dtype, recipe)
     own = some_floats(numel, seed, DTYPES[seed % 4]) if seed % 3 else None
-    summed = reference.decode_sum(data, numel, recipe, own, seed % ranks, ranks, dtype)
-    again = reference.reduce(data, numel, recipe, own, seed % ranks, ranks, seed)
+    summed = reference.decode_sum(data, numel, dtype, recipe, own, seed % ranks, ranks)
+    again = reference.decode_sum_encode(data, numel, recipe, own, seed % ranks, ranks, seed)
     there = codec._recipe(torch.device(DEVICE))
     mine = None if own is None else own.to(DEVICE)
     for name, kernel in KERNELS.items():
@@ -80,7 +80,7 @@ def test_any_bytes_decode_and_sum_to_the_references_bits(
         kernel.decode_sum(total, data.to(DEVICE), there, mine, seed % ranks, ranks)
         assert same_bits(total.cpu(), summed), (name, "decode_sum")
         row = torch.full((data.shape[1],), 0xA5, dtype=torch.uint8, device=DEVICE)
-        kernel.reduce(row, data.to(DEVICE), numel, there, mine, seed % ranks, ranks, seed)
+        kernel.decode_sum_encode(row, data.to(DEVICE), numel, there, mine, seed % ranks, ranks, seed)
         assert torch.equal(row.cpu(), again), (name, "reduce")
 
 

@@ -85,7 +85,7 @@ def main() -> None:
         codec, numel = nc.codec(spec), numel_of(spec)
         recipe = codec._recipe(torch.device("cpu"))
         row = reference.encode(x[:numel].unsqueeze(0), recipe, SEED)
-        decoded = reference.decode(row, numel, recipe, torch.float32)
+        decoded = reference.decode(row, numel, torch.float32, recipe)
         record = {
             "spec": spec,
             "numel": numel,

@@ -22,7 +22,7 @@ from narrowcast.errors import (
     SpecError,
     StateDictError,
 )
-from narrowcast.kernels.fake import fake_quantize
+from narrowcast.kernels.operators.fake_quantize import fake_quantize
 from narrowcast.nn.qat.fake_quantize import FLOOR, FakeQuantize
 
 

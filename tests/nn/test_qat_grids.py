@@ -10,7 +10,7 @@ from cases import same_bits
 from narrowcast.codecs import Levels
 from narrowcast.errors import SpecError
 from narrowcast.kernels import reference
-from narrowcast.kernels.fake import fake_quantize
+from narrowcast.kernels.operators.fake_quantize import fake_quantize
 from narrowcast.nn.qat.grids import codec_grid, row_scales, write_rows
 
 TRAINABLE = [name for name in nc.list_codecs() if name not in ("raw", "fp16", "bf16", "levels")]

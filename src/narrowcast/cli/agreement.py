@@ -82,13 +82,13 @@ def _first_difference(kernel: Kernel, codec: Codec, device: torch.device) -> str
         return "encoded bytes"
     back = torch.empty_like(x, device=device)
     kernel.decode(back, data.to(device), here)
-    if not _same_bits(back.cpu(), reference.decode(data, NUMEL, plain, x.dtype)):
+    if not _same_bits(back.cpu(), reference.decode(data, NUMEL, x.dtype, plain)):
         return "decoded bits"
     # With block=row, a row that is not finite would leave nothing of the sum.
     data = data[x.isfinite().all(1)]
     total = torch.empty(NUMEL, dtype=torch.float32, device=device)
     kernel.decode_sum(total, data.to(device), here, None, 0, 3)
-    if not _same_bits(total.cpu(), reference.decode_sum(data, NUMEL, plain, None, 0, 3, x.dtype)):
+    if not _same_bits(total.cpu(), reference.decode_sum(data, NUMEL, x.dtype, plain, None, 0, 3)):
         return "bits of a sum"
     return None
 

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from narrowcast.codecs import checks
 from narrowcast.errors import SpecError
-from narrowcast.kernels import linear as multiply
 from narrowcast.kernels import operators, reference
 from narrowcast.kernels.layout import ROW, Format, Recipe, Scale, layout
+from narrowcast.kernels.operators import linear as multiply
 from narrowcast.kernels.reference import casts
 
 SCALES = {"fp32": Scale.FP32, "bf16": Scale.BF16, "fp16": Scale.FP16, "e8m0": Scale.E8M0}
@@ -160,10 +160,10 @@ class Codec:
         seed = checks.seed(seed) if self.stochastic else 0
         recipe = self._recipe(rows.device)
         if out is None:
-            return operators.reduce(rows, numel, recipe, own, own_rank, divisor, seed)
+            return operators.decode_sum_encode(rows, numel, recipe, own, own_rank, divisor, seed)
         checks.out(out, (rows.shape[-1],), (torch.uint8,), rows.device)
         arguments = rows, numel, recipe, own, own_rank, divisor, seed
-        return _write(out, lambda target: operators.reduce_(target[0], *arguments), rows, own)
+        return _write(out, lambda target: operators.decode_sum_encode_(target[0], *arguments), rows, own)
 
     def linear(self, x: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias, where `rows` [out, row_bytes(numel)] is W encoded and x is [..., numel].

@@ -18,7 +18,7 @@ from narrowcast.codecs.cast import Cast, Float8
 from narrowcast.codecs.levels import APoT, Levels, NormalFloat, PoT
 from narrowcast.codecs.uniform import Sign, Uniform
 from narrowcast.errors import SpecError
-from narrowcast.kernels.operators import kernel_for
+from narrowcast.kernels import operators
 
 _CODECS: dict[str, tuple[type[Codec], Callable[..., Codec]]] = {
     **{name: (Cast, partial(Cast, name)) for name in ("raw", "fp16", "bf16")},
@@ -67,10 +67,18 @@ def _resolve(spec: str | Codec | Mapping[str, Any]) -> Codec:
     raise SpecError(f'codec={spec!r}: expected a string like "int4:block=64", a mapping or a Codec.')
 
 
-def which_kernel(codec: str | Codec | Mapping[str, Any], device: torch.device | str = "cpu") -> str:
-    """What runs this codec on this device: "native/avx512", "triton", "reference". Unknown codecs raise."""
-    _resolve(codec)
-    return kernel_for(torch.device(device).type).name
+def which_kernel(
+    codec: str | Codec | Mapping[str, Any], device: torch.device | str = "cpu", *, operation: str = "encode"
+) -> str:
+    """What runs this codec on this device: "native/avx512", "triton", "cuda" or "reference". Unknown codecs raise.
+
+    `operation` is "encode", "decode", "decode_sum", "decode_sum_encode" or "linear". All but the last are run by the
+    same kernel. On a GPU that is Triton; "linear", the product with encoded weights, runs in kernels that are compiled
+    as CUDA for common 4- and 8-bit codecs, and in Triton for others. The answer for "linear" holds for one bf16 vector
+    and rows of about 4096 elements; larger batches may be decoded first and multiplied by torch.
+    """
+    recipe = _resolve(codec)._recipe(torch.device("cpu"))
+    return operators.which_kernel(recipe, torch.device(device), operation)
 
 
 @lru_cache(maxsize=512)

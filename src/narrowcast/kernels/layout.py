@@ -24,6 +24,9 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.compiler import is_compiling
 
+Count = int
+"""A number of elements. Under torch.compile it may be symbolic: an operator's schema has SymInt for it."""
+
 ROW = -1
 """`Format.block` of a codec with one scale for the whole row."""
 

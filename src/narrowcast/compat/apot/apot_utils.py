@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import PayloadError, QuantizeError
-from narrowcast.kernels.fake import Grid, fake_quantize
+from narrowcast.kernels.layout import Grid
+from narrowcast.kernels.operators.fake_quantize import fake_quantize
 
 WIDEST = 256
 """The most levels that the kernels hold; larger grids are searched by torch."""

@@ -19,7 +19,7 @@ from narrowcast import kernels
 from narrowcast.kernels.contract import Kernel
 from narrowcast.kernels.layout import Format, Grid, Recipe, layout, scaling
 
-ABI = 4
+ABI = 5
 ISAS = ("plain", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 LIBRARY = "_narrowcast_core"
@@ -40,7 +40,7 @@ LARGE = 1 << 22
 
 
 class Spec(ctypes.Structure):
-    """Mirrors `Spec` in native_core/core.h."""
+    """Mirrors `Spec` in core/core.h."""
 
     _fields_ = (
         ("element", c_int32),
@@ -67,7 +67,7 @@ class Spec(ctypes.Structure):
 def spec(format: Format, peak: float, numel: int, table: int) -> object:
     """A pointer to the `Spec` of a row; `table` is the address of the codec's table, or 0."""
     where = layout(format, numel)
-    made = Spec(
+    described = Spec(
         format.element,
         format.bits,
         format.scale,
@@ -85,11 +85,11 @@ def spec(format: Format, peak: float, numel: int, table: int) -> object:
         table or None,
         table + 4 * 2**format.bits if table else None,
     )
-    return ctypes.pointer(made)
+    return ctypes.pointer(described)
 
 
 class Native(Kernel):
-    """The five operations on CPU tensors.
+    """The operations on CPU tensors.
 
     `linear` takes up to MAX_BATCH vectors, by their dtype, and none of fp64. The bits of a result depend on its row and
     its x alone: not on the number of threads, nor on the other vectors of the batch.
@@ -104,12 +104,12 @@ class Native(Kernel):
         self._nc_fresh.argtypes, self._nc_fresh.restype = (address, i64), None
         self._nc_encode = _function(library, "nc_encode", address, address, i32, i64, i64, address, i64, i64, i32, i32)
         self._nc_decode = _function(library, "nc_decode", address, address, i64, i64, address, i32, i64, i32, i32)
-        self._nc_sum = _function(library, "nc_sum", *summands, address, i32, i32, i32)
-        self._nc_reduce = _function(library, "nc_reduce", *summands, address, i64, i32, i32)
+        self._nc_decode_sum = _function(library, "nc_decode_sum", *summands, address, i32, i32, i32)
+        self._nc_decode_sum_encode = _function(library, "nc_decode_sum_encode", *summands, address, i64, i32, i32)
         factors = (address, address, i64, i64, address, i32, i64, i64)
         self._nc_linear = _function(library, "nc_linear", *factors, address, i32, address, i64, i32, i32)
         slices = (address, address, address, i32, i64, i64, i64)
-        self._nc_fake = _function(library, "nc_fake", *slices, *(address,) * 4, i32, i32, i32, i32)
+        self._nc_fake_quantize = _function(library, "nc_fake_quantize", *slices, *(address,) * 4, i32, i32, i32, i32)
         matrices = (address, i64, i64, i64, address, i64, i64)
         self._nc_integer = _function(library, "nc_integer_linear", *matrices, address, i64, i32, i32)
 
@@ -144,9 +144,9 @@ class Native(Kernel):
             data, stride = _contiguous(data)
             summands = _summands(data, stride, numel, recipe, own, own_rank, divisor)
             threads = _threads(numel * ranks)
-            _check(self._nc_sum(*summands, out.data_ptr(), DTYPES[out.dtype], threads, self._isa))
+            _check(self._nc_decode_sum(*summands, out.data_ptr(), DTYPES[out.dtype], threads, self._isa))
 
-    def _reduce(
+    def _decode_sum_encode(
         self,
         out: Tensor,
         data: Tensor,
@@ -161,7 +161,7 @@ class Native(Kernel):
             data, stride = _contiguous(data)
             summands = _summands(data, stride, numel, recipe, own, own_rank, divisor)
             threads = _threads(numel * data.shape[0])
-            _check(self._nc_reduce(*summands, out.data_ptr(), seed, threads, self._isa))
+            _check(self._nc_decode_sum_encode(*summands, out.data_ptr(), seed, threads, self._isa))
 
     def _linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
         batch, numel = x.shape
@@ -181,7 +181,9 @@ class Native(Kernel):
     def _fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
         self._launch_fake(out, None, None, x, scale, grid)
 
-    def _fake_gradients(self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
+    def _fake_quantize_backward(
+        self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid
+    ) -> None:
         self._launch_fake(dx, dscale, grad, x, scale, grid)
 
     def _launch_fake(
@@ -190,7 +192,7 @@ class Native(Kernel):
         slices = x.data_ptr(), grad.data_ptr() if grad is not None else None, out.data_ptr(), DTYPES[x.dtype], *x.shape
         scales = scale.data_ptr(), of_scale.data_ptr() if of_scale is not None else None
         levels = grid.levels.data_ptr(), grid.thresholds.data_ptr(), len(grid.levels), grid.uniform
-        _check(self._nc_fake(*slices, *scales, *levels, _team(x.numel(), GRAIN), self._isa))
+        _check(self._nc_fake_quantize(*slices, *scales, *levels, _team(x.numel(), GRAIN), self._isa))
 
     def _integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
         (x, x_stride), (weight, stride) = _contiguous(x), _contiguous(weight)
@@ -234,8 +236,8 @@ def find() -> Path | None:
     named = os.environ.get("NARROWCAST_CORE")
     if named:
         return Path(named)
-    found = (path for folder in kernels.__path__ for path in sorted(Path(folder).glob(f"{LIBRARY}*")))
-    return next(found, None)
+    built = (path for folder in kernels.__path__ for path in sorted(Path(folder).glob(f"{LIBRARY}*")))
+    return next(built, None)
 
 
 def _function(library: ctypes.CDLL, name: str, *arguments: type) -> ctypes._NamedFuncPointer:
@@ -246,8 +248,8 @@ def _function(library: ctypes.CDLL, name: str, *arguments: type) -> ctypes._Name
 
 
 def _spec(recipe: Recipe, numel: int) -> object:
-    table = recipe.table
-    return spec(recipe.format, recipe.peak, numel, 0 if table is None else table.data_ptr())
+    format, peak, table = recipe
+    return spec(format, peak, numel, 0 if table is None else table.data_ptr())
 
 
 def _summands(

@@ -1,1 +1,1 @@
-"""CUDA kernels compiled at run time, for the formats that matter most."""
+"""CUDA kernels that are compiled when they are first needed: products with the most common formats of weights."""

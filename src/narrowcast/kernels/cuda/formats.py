@@ -1,4 +1,4 @@
-"""What the kernels of cuda/ are told of a format: what its codes are, and the halves that they stand for."""
+"""What the kernels of this folder are told of a format: what its codes are, and the halves that they stand for."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from narrowcast.kernels import reference
-from narrowcast.kernels.layout import Element, Format, Recipe, Scale
+from narrowcast.kernels.layout import ROW, Element, Format, Recipe, Scale
 
-CUDA = Path(__file__).parent
+HERE = Path(__file__).parent
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""`X` and `BIAS` of cuda/."""
+"""`X` and `BIAS` in the kernels."""
 
 INT8, INT4, BYTES, PAIRS = range(4)
-"""`CODES` of cuda/."""
+"""`CODES` in the kernels."""
 
 TABLE = 32 << 10
 """Shared memory that a table of BYTES or PAIRS takes."""
@@ -23,17 +23,22 @@ TABLE = 32 << 10
 
 def sources(name: str) -> tuple[Path, ...]:
     """The files that make up a kernel, in order."""
-    codes = (CUDA / "pairs.cuh",) if name in ("tile", "slices") else ()
-    return CUDA / "instructions.cuh", CUDA / "numbers.cuh", *codes, CUDA / f"{name}.cu"
+    codes = (HERE / "pairs.cuh",) if name in ("tile", "slices") else ()
+    return HERE / "instructions.cuh", HERE / "numbers.cuh", *codes, HERE / f"{name}.cu"
 
 
 def codes_of(format: Format) -> int | None:
-    """`CODES`, or None where cuda/ knows no such codes."""
+    """`CODES`, or None where the kernels know no such codes."""
     if format.element == Element.INT:
         return {8: INT8, 4: INT4}.get(format.bits)
     if format.element in (Element.LEVELS, Element.E4M3, Element.E5M2):
         return {8: BYTES, 4: PAIRS}.get(format.bits)
     return None
+
+
+def block_of(format: Format, k: int) -> int:
+    """`BLOCK` in the kernels: 0 where a row has one scale or none."""
+    return 0 if format.block in (0, ROW) or format.block >= k else format.block
 
 
 _tables: dict[object, tuple[Tensor | None, Tensor | None]] = {}
@@ -56,7 +61,7 @@ def _make_levels(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Te
     if recipe.table is None:
         plain = Recipe(Format(recipe.format.element, 8, 0, Scale.NONE), 1.0, None)
         rows = byte.to(torch.uint8)[None].expand(16, -1)[:1].contiguous()
-        exact = low = high = reference.decode(rows, 256, plain, torch.float32)[0]
+        exact = low = high = reference.decode(rows, 256, torch.float32, plain)[0]
     elif recipe.format.bits == 8:
         exact = low = high = recipe.table[0].to(device)
     else:

@@ -131,7 +131,7 @@ def _nvrtc() -> ctypes.CDLL:
     major = str(torch.version.cuda).split(".")[0]
     name = f"libnvrtc.so.{major}"
     beside = Path(torch.__file__).parent.parent / "nvidia"
-    for path in (name, *sorted(str(found) for found in beside.glob(f"**/{name}"))):
+    for path in (name, *sorted(str(file) for file in beside.glob(f"**/{name}"))):
         try:
             return ctypes.CDLL(path)
         except OSError:

@@ -1,7 +1,7 @@
-"""How cuda/slices.cu divides a product with some tens of rows of x, and its launch.
+"""How slices.cu divides a product with some tens of rows of x.
 
 Blocks keep slices of x's columns in shared memory. Where x has more slices than one, their sums lie in fp32 between two
-kernels, and cuda/total.cu adds them up in order: the same call gives the same bits.
+kernels, and total.cu adds them up in order: the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -9,13 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from narrowcast.kernels.cuda import nvrtc
-from narrowcast.kernels.cuda.formats import BYTES, INT4, KINDS, PAIRS, TABLE, sources
-from narrowcast.kernels.cuda.nvrtc import Int
-from narrowcast.kernels.layout import Recipe, layout
+from narrowcast.kernels.cuda.formats import BYTES, INT4, PAIRS, TABLE
 
 WIDEST = 64
 """The most rows of x in one launch."""
@@ -69,7 +63,7 @@ def divide(
 
 
 @cache
-def plan(
+def choose_slices(
     codes: int,
     block: int,
     scale: int,
@@ -86,12 +80,12 @@ def plan(
     if kind == 0 or not fits(codes, block):
         return None
     common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": scale, "BLOCK": block, "UNROLL": 1}
-    found = []
+    candidates: list[Slices] = []
     for shape in _shapes(codes, block, batch, hopper):
         ways = [divide(common, *shape, 3, parts, n, k, processors, room) for parts in PARTS]
         # What the sweep tried: as few slices as shared memory allows, and a few more.
-        found += [slices for slices in dict.fromkeys(ways) if slices is not None][:3]
-    return min(found, key=lambda slices: _cost(slices, batch, n, k)) if found else None
+        candidates += [slices for slices in dict.fromkeys(ways) if slices is not None][:3]
+    return min(candidates, key=lambda slices: _cost(slices, batch, n, k)) if candidates else None
 
 
 def _shapes(codes: int, block: int, batch: int, hopper: bool) -> list[tuple[int, int, int, int]]:
@@ -120,22 +114,3 @@ def _cost(slices: Slices, batch: int, n: int, k: int) -> float:
     chunks = -(-tiles // (columns * teams)) * -(-k // (length * slices.parts))
     sums = slices.parts * n * batch * 7.4e-6 if slices.parts > 1 else 0.0
     return chunks * weight * (0.8 + 0.3 * busy) + sums
-
-
-def launch(
-    slices: Slices, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, levels: Tensor | None, bias: Tensor | None
-) -> None:
-    """Multiply on the current stream of x's device."""
-    n, k = len(data), x.shape[1]
-    parts = slices.parts
-    stride = data.stride(0) if n > 1 else 0
-    sizes = (Int(len(x)), Int(n), Int(k), stride, Int(layout(recipe.format, k).scales_offset), x.stride(0), Int(parts))
-    sums = out if parts == 1 else torch.empty(parts, len(x), n, dtype=torch.float32, device=x.device)
-    kernel = nvrtc.function(sources("slices"), "slices", slices.defines, x.device.index, early=True)
-    kernel(slices.grid, slices.threads, slices.shared, (data, x, sums, bias, levels, *sizes))
-    if parts > 1:
-        wide = 4 if n % 4 == 0 else 1
-        defines = {"PARTS": parts, "WIDE": wide, "X": KINDS[x.dtype], "BIAS": -1 if bias is None else KINDS[bias.dtype]}
-        defines |= {"SCALE": 0, "BLOCK": 0, "UNROLL": 1}
-        add = nvrtc.function(sources("total"), "total", tuple(defines.items()), x.device.index, early=True)
-        add(-(-out.numel() // (256 * wide)), 256, 0, (sums, bias, out, out.numel(), Int(n)))

@@ -1,18 +1,16 @@
 """Triton on CUDA; loaded on first use, so that importing narrowcast never imports Triton.
 
-    gpu_codes    numbers and their codes, in registers
-    gpu_levels   tables of levels, in registers
-    gpu_words    codes out of the words that hold them
-    gpu_scales   a block's statistics and its scale
-    gpu_tiles    tiles of a row between memory and registers
-    gpu_kernels  the kernels
-    gpu_fake     fake quantization, exact integer products
-    gpu_tables   how a table of levels is searched
-    gpu_plan     how a row is cut into tiles, and of what size
-    gpu_arguments  what kernels are told
-    gpu_launch   which kernel runs on which grid: the interface of `ops.Kernel`
+    launch         which kernel runs on which grid: the interface of `contract.Kernel`
+    arguments      what kernels are told; groups: what they are compiled for
+    cuts           how a row is cut into tiles, and of what size
+    kernels        encode, decode and sums; tiles: between memory and registers
+    codes, words   numbers and their codes, in registers; codes out of the words that hold them
+    scales         a block's statistics and its scale
+    tables         how a table of levels is searched; levels: the search, in registers
+    linear         x W^T + bias, for any format
+    fake_quantize  fake quantization; integer: exact integer products
 
-They equal reference.py bit for bit: tests/kernels/test_gpu.py checks it in Triton's interpreter, bench/gpu.py on a GPU.
+They equal the reference bit for bit: tests/kernels/triton checks it in Triton's interpreter, bench/gpu.py on a GPU.
 """
 
 from __future__ import annotations

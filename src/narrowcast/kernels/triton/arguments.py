@@ -1,4 +1,4 @@
-"""Triton: the arguments of kernels, by name, in groups that several kernels share."""
+"""Triton: the arguments of kernels, by name, as several kernels share them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from narrowcast.kernels.reference import draws
 from narrowcast.kernels.triton import cuts
 from narrowcast.kernels.triton.codes import INTERPRETED
 from narrowcast.kernels.triton.cuts import Cut, Tile
+from narrowcast.kernels.triton.groups import Group, group
 from narrowcast.kernels.triton.tables import cells
 
 UNROLLED = 16
 """Up to so many ranks, a sum's loop is unrolled, so that the loads of several ranks are in flight."""
 
+OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def places(format: Format, numel: int) -> dict[str, Any]:
+    """Where things lie in a row, for every kernel."""
     where = layout(format, numel)
     return {
         "numel": numel,
@@ -30,11 +33,11 @@ def places(format: Format, numel: int) -> dict[str, Any]:
         "groups": where.groups,
         "scales_at": where.scales_offset,
         "zeros_at": where.zeros_offset,
-        "SCALE_SIZE": scale_size(format),
     }
 
 
 def ends(format: Format, numel: int) -> dict[str, Any]:
+    """Where things end in a row, for kernels that write one."""
     where = layout(format, numel)
     return {
         "row_bytes": where.row_bytes,
@@ -44,36 +47,34 @@ def ends(format: Format, numel: int) -> dict[str, Any]:
     }
 
 
-def formatted(format: Format, tiles: Cut, device: torch.device) -> dict[str, Any]:
-    return {
-        "ELEMENT": int(format.element),
-        "BITS": format.bits,
-        "SCALE": int(format.scale),
-        "GROUPS": tiles.groups,
-        "BLOCK": tiles.block,
-        "WIDTH": tiles.width,
-        "ALIGN": tiles.align,
-        "EDGE": tiles.edge,
-        "FP8": format.element == Element.E4M3 and has_fp8(device),
-    }
+def form_of(format: Format, device: torch.device) -> Group:
+    """FORM."""
+    return group(
+        element=int(format.element),
+        bits=format.bits,
+        scale=int(format.scale),
+        scale_size=scale_size(format),
+        stochastic=bool(format.stochastic),
+        signed=format.signed_scale,
+        fp8=format.element == Element.E4M3 and has_fp8(device),
+    )
 
 
 def encoding(recipe: Recipe, seed: int, anything: Tensor) -> dict[str, Any]:
-    format = recipe.format
-    step, limit = scaling(format, recipe.peak)
-    found: dict[str, Any] = {"cells": anything, "slope": 0.0, "middle": 0.0, "bend": 0.0, "reach": 0.0}
-    found |= {"CELLS": 0, "STEPS": 0, "SEARCHED": 0}
-    if recipe.table is not None:
-        its = cells(recipe.table)
-        found = {"cells": its.entries, "slope": its.slope, "middle": its.middle, "bend": its.bend, "reach": its.reach}
-        found |= {"CELLS": its.size, "STEPS": its.steps, "SEARCHED": its.searched}
-    return found | {
-        "step": step,
-        "top_scale": limit,
-        "seed": int(draws.mix64(torch.tensor(seed, dtype=torch.int64, device="cpu"))) if format.stochastic else 0,
-        "STOCHASTIC": bool(format.stochastic),
-        "SIGNED": format.signed_scale,
-    }
+    """What numbers become codes with; `anything` stands for a table where there is none."""
+    step, limit = scaling(recipe.format, recipe.peak)
+    mixed = draws.mix64(torch.tensor(seed, dtype=torch.int64, device="cpu")) if recipe.format.stochastic else 0
+    return {"step": step, "top_scale": limit, "seed": int(mixed), **searching(recipe.table, anything)}
+
+
+def searching(table: Tensor | None, anything: Tensor) -> dict[str, Any]:
+    if table is None:
+        curve = {"slope": 0.0, "middle": 0.0, "bend": 0.0, "reach": 0.0}
+        return {"cells": anything, **curve, "SEARCH": group(cells=0, steps=0, searched=0)}
+    its = cells(table)
+    curve = {"slope": its.slope, "middle": its.middle, "bend": its.bend, "reach": its.reach}
+    search = group(cells=its.size, steps=its.steps, searched=its.searched)
+    return {"cells": its.entries, **curve, "SEARCH": search}
 
 
 def summing(
@@ -86,6 +87,7 @@ def summing(
     own_rank: int,
     divisor: int,
 ) -> dict[str, Any]:
+    """The rows that are summed, and how."""
     format = recipe.format
     data, stride = readable(data)
     words = tiles.words(format.bits)
@@ -93,24 +95,19 @@ def summing(
     divide = "no" if divisor == 1 else "multiply" if divisor & (divisor - 1) == 0 else "divide"
     # One multiplication by a power of two rounds like the division.
     factor = 1.0 / divisor if divide == "multiply" else float(divisor)
-    mine = data if own is None else own.contiguous()
     fused = format.scale != Scale.FP32 and _whole_codes(recipe)
+    bytewise = cuts.BYTEWISE if fused and words and format.bits == 4 and format.element == Element.INT else 0
+    terms = {"ranks": ranks if ranks <= UNROLLED else 0, "own_rank": own_rank, "divide": divide}
     return {
         "codes": seen(data, code_size),
         "scales": seen(data, scale_size(format)),
         "data": data,
         "levels": data if recipe.table is None else cells(recipe.table).levels,
-        "own": mine.view(torch.int16) if mine.dtype == torch.bfloat16 else mine,
+        "own": data if own is None else loadable(own.contiguous()),
         "row_bytes": stride,
         "ranks": ranks,
         "divisor": factor,
-        "WORDS": words,
-        "CODE_SIZE": code_size,
-        "RANKS": ranks if ranks <= UNROLLED else 0,
-        "OWN_RANK": own_rank,
-        "DIVIDE": divide,
-        "FUSED": fused,
-        "BYTEWISE": cuts.BYTEWISE if fused and words and format.bits == 4 and format.element == Element.INT else 0,
+        "SUM": group(words=words, code_size=code_size, **terms, fused=fused, bytewise=bytewise),
     }
 
 
@@ -135,6 +132,11 @@ def scale_size(format: Format) -> int:
 def seen(data: Tensor, size: int) -> Tensor:
     """The same memory as integers of `size` bytes."""
     return data.view(INTS[size])
+
+
+def loadable(x: Tensor) -> Tensor:
+    """The same memory, bf16 as integers: no conversion can touch a NaN then."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
 def readable(data: Tensor) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-"""Triton: numbers and their codes. What `reference.py` says of elements, on tiles held in registers.
+"""Triton: numbers and their codes. What reference/ says of elements, on tiles in registers.
 
 Everything here is elementwise, one rounding at a time, so the bits are the reference's on any GPU, under any tile
 size, and in Triton's interpreter. Where the hardware has one instruction for what plain arithmetic takes several for,

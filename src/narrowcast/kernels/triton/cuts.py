@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from narrowcast.kernels.layout import Format, Scale, layout
+from narrowcast.kernels.triton.groups import group
 
 
 class Tile(NamedTuple):
@@ -25,16 +26,16 @@ class Tile(NamedTuple):
 TILES: dict[tuple[str, int], Tile] = {
     ("encode", 32): Tile(2048, 4),
     ("decode", 32): Tile(1024, 4),
-    ("reduce", 32): Tile(2048, 4),
-    ("reduce", 8): Tile(2048, 4),
-    ("reduce of integers", 8): Tile(16384, 8),
-    ("reduce", 4): Tile(2048, 2),
-    ("reduce of integers", 4): Tile(1024, 1),
+    ("decode_sum_encode", 32): Tile(2048, 4),
+    ("decode_sum_encode", 8): Tile(2048, 4),
+    ("decode_sum_encode of integers", 8): Tile(16384, 8),
+    ("decode_sum_encode", 4): Tile(2048, 2),
+    ("decode_sum_encode of integers", 4): Tile(1024, 1),
 }
 """Per operation and bits per code, at most so many; bench/gpu.py --sweep tries others."""
 
 BYTEWISE = 0b01000100
-"""Which ranks of every eight a sum over 4-bit integers reads by `gpu_words.load_bytewise`, as bits. On an H200 these
+"""Which ranks of every eight a sum over 4-bit integers reads by `words.load_bytewise`, as bits. On an H200 these
 two took a reduction of eight rows from 83% of a copy to 88% (bench/gpu.py --variants).
 """
 
@@ -100,13 +101,15 @@ def launches(tiles: Cut) -> Iterator[dict[str, Any]]:
     else:
         parts = [(0, tiles.tiles, True)]
     for start, stop, masked in parts:
-        yield {"first_tile": start, "tiles": stop - start, "MASKED": masked}
+        shape = {"groups": tiles.groups, "block": tiles.block, "width": tiles.width, "chunked": tiles.chunked}
+        tile = group(**shape, masked=masked, align=tiles.align, edge=tiles.edge)
+        yield {"first_tile": start, "tiles": stop - start, "TILE": tile}
 
 
 def tile_for(operation: str, format: Format) -> Tile:
     """The tile of an operation on codes of so many bits: the entry of the fewest bits that are enough."""
-    if operation == "reduce" and format.signed_scale and format.bits in (4, 8):
-        operation = "reduce of integers"
+    if operation == "decode_sum_encode" and format.signed_scale and format.bits in (4, 8):
+        operation = "decode_sum_encode of integers"
     return TILES[operation, min(wide for name, wide in TILES if name == operation and wide >= format.bits)]
 
 

@@ -1,4 +1,4 @@
-"""Triton: fake quantization and exact integer products.
+"""Triton: fake quantization.
 
 A tensor [outer, channels, inner] is seen as a matrix in which either each row or each column has one scale; a program
 takes a tile of it, in one pass. Backward, it leaves the sums of its tile's rows or columns, in fp64, in places of its
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from narrowcast.kernels.layout import Grid
-from narrowcast.kernels.triton.arguments import on, seen
+from narrowcast.kernels.triton.arguments import OUTPUTS, loadable, on, seen
 from narrowcast.kernels.triton.codes import (
     NATIVE,
     WHOLE,
@@ -29,7 +29,7 @@ from narrowcast.kernels.triton.codes import (
     to_output,
 )
 from narrowcast.kernels.triton.levels import count_below, count_near, lookup
-from narrowcast.kernels.triton.tables import Cells, lay_out
+from narrowcast.kernels.triton.tables import Cells, lay_out, remember
 
 TILE, BACKWARD_TILE, WARPS = 4096, 2048, 4
 """Elements of a program (backward: where rows have scales) and its warps: the best of 12 on an H200."""
@@ -40,8 +40,6 @@ SHORT = 256
 NARROW = 64
 """Columns of a tile where columns have scales: enough for whole cache lines, and few sums left for torch to add."""
 
-OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-REMEMBERED = 256
 LARGEST = tl.constexpr(3.3e38)
 """A little below bf16's largest, so that rounding cannot pass it."""
 
@@ -119,7 +117,7 @@ def fake_quantize(out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
     _launch(out, None, None, x, scale, grid)
 
 
-def fake_gradients(dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
+def fake_quantize_backward(dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
     _launch(dx, dscale, grad, x, scale, grid)
 
 
@@ -137,10 +135,10 @@ def _launch(out: Tensor, dscale: Tensor | None, grad: Tensor | None, x: Tensor, 
         sums = torch.empty(size, dtype=torch.float64, device=x.device)
     with on(x.device):
         fake_kernel[(bands * across,)](
-            out=seen(out, out.element_size()) if grad is None else _loadable(out),
+            out=seen(out, out.element_size()) if grad is None else loadable(out),
             sums=sums,
-            x=_loadable(x),
-            grad=x if grad is None else _loadable(grad),
+            x=loadable(x),
+            grad=x if grad is None else loadable(grad),
             scale=scale,
             rows=rows,
             columns=columns,
@@ -160,10 +158,6 @@ def _launch(out: Tensor, dscale: Tensor | None, grad: Tensor | None, x: Tensor, 
         dscale.copy_(sums.view(shape).sum((0, 2)))
 
 
-def _loadable(x: Tensor) -> Tensor:
-    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
-
-
 # -- grids: laid out once, which reads them and waits for the device --------------------------------------------------
 
 _remembered: OrderedDict[tuple[object, ...], tuple[Grid, float, float, Cells | None]] = OrderedDict()
@@ -171,28 +165,23 @@ _remembered: OrderedDict[tuple[object, ...], tuple[Grid, float, float, Cells | N
 
 def _searched(grid: Grid) -> dict[str, Any]:
     """How a grid's levels are found, as arguments."""
-    low, high, cells = _laid_out(grid)
-    bounds = {"low": low, "high": high, "UNIFORM": grid.uniform}
-    if cells is None:
-        nothing = {"levels": grid.levels, "cells": grid.levels, "slope": 0.0, "middle": 0.0, "bend": 0.0, "reach": 0.0}
-        return {**bounds, **nothing, "LEVELS": 1, "CELLS": 1, "STEPS": 0, "SEARCHED": 0}
-    found = {name: getattr(cells, name) for name in ("levels", "slope", "middle", "bend", "reach")}
-    sizes = {"LEVELS": len(cells.levels), "CELLS": cells.size, "STEPS": cells.steps, "SEARCHED": cells.searched}
-    return {**bounds, **found, "cells": cells.entries, **sizes}
-
-
-def _laid_out(grid: Grid) -> tuple[float, float, Cells | None]:
     levels, thresholds, uniform = grid
     version = 0 if levels.is_inference() else levels._version
     key = (str(levels.device), levels.data_ptr(), thresholds.data_ptr(), len(levels), version, uniform)
-    found = _remembered.get(key)
-    if found is None:
-        low, high = levels[0].item(), levels[-1].item()
-        found = grid, low, high, None if uniform else lay_out(_table(grid))
-        _remembered[key] = found
-        if len(_remembered) > REMEMBERED:
-            _remembered.popitem(last=False)
-    return found[1:]
+    _, low, high, cells = remember(_remembered, key, lambda: _laid_out(grid))
+    bounds = {"low": low, "high": high, "UNIFORM": uniform}
+    if cells is None:
+        nothing = {"levels": levels, "cells": levels, "slope": 0.0, "middle": 0.0, "bend": 0.0, "reach": 0.0}
+        return {**bounds, **nothing, "LEVELS": 1, "CELLS": 1, "STEPS": 0, "SEARCHED": 0}
+    curve = {name: getattr(cells, name) for name in ("levels", "slope", "middle", "bend", "reach")}
+    sizes = {"LEVELS": len(cells.levels), "CELLS": cells.size, "STEPS": cells.steps, "SEARCHED": cells.searched}
+    return {**bounds, **curve, "cells": cells.entries, **sizes}
+
+
+def _laid_out(grid: Grid) -> tuple[Grid, float, float, Cells | None]:
+    """With the grid itself, which keeps the memory alive whose addresses are its key."""
+    low, high = grid.levels[0].item(), grid.levels[-1].item()
+    return grid, low, high, None if grid.uniform else lay_out(_table(grid))
 
 
 def _table(grid: Grid) -> Tensor:
@@ -200,14 +189,3 @@ def _table(grid: Grid) -> Tensor:
     size = max(2, triton.next_power_of_2(len(grid.levels)))
     levels = pad(grid.levels, (0, size - len(grid.levels)), value=torch.nan)
     return torch.stack([levels, pad(grid.thresholds, (0, size - len(grid.thresholds)), value=torch.inf)])
-
-
-# -- integers -------------------------------------------------------------------------------------------------------
-
-
-def integer_linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """cuBLAS multiplies int8 where sizes are multiples of 8 and the batch is above 16: zeros fill up the rest."""
-    (batch, k), rows = x.shape, len(weight)
-    x = pad(x, (0, -k % 8, 0, max(24, -(-batch // 8) * 8) - batch))
-    weight = pad(weight, (0, -k % 8, 0, -rows % 8)).contiguous()
-    out.copy_(torch._int_mm(x.contiguous(), weight.t())[:batch, :rows])

@@ -1,12 +1,13 @@
-"""Triton: the kernels. Each program of a grid takes one tile of one row; see gpu_tiles.py.
+"""Triton: the kernels. Each program of a grid takes one tile of one row; see tiles.py.
 
-    encode   floats -> bytes
-    measure  floats -> statistics of chunks, for blocks larger than a tile; `fold` combines them, `encode` reads them
-    decode   bytes  -> floats, summed over ranks where there are several
-    reduce   bytes  -> bytes, decode and encode of a tile in one
+    encode             floats -> bytes
+    measure            floats -> statistics of chunks, for blocks larger than a tile; `fold` combines them
+    decode             bytes  -> floats, summed over ranks where there are several
+    decode_sum_encode  bytes  -> bytes, decode and encode of a tile in one
 
-Counts and offsets that change from call to call are not specialised on: a kernel compiles once per format, dtype
-and tile, not once per size.
+What a kernel is compiled for comes in groups: FORM, TILE, SEARCH and SUM (groups.py). Counts and offsets change from
+call to call and are not specialised on: a kernel compiles once per format, dtype and tile, not once per size. They come
+one by one, since Triton 3.4 would specialise on what a tuple holds.
 """
 
 # Triton reads annotations: no `from __future__ import annotations` here. Its language is not one that mypy knows.
@@ -41,27 +42,29 @@ def product(value, scale, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def add_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks,
-              ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
-              BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
-              WORDS: tl.constexpr, FP8: tl.constexpr, RANKS: tl.constexpr, OWN_RANK: tl.constexpr,
-              FUSED: tl.constexpr, CODE_SIZE: tl.constexpr, SCALE_SIZE: tl.constexpr,
-              BYTEWISE: tl.constexpr):  # fmt: skip
+def add_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, FORM: tl.constexpr, TILE: tl.constexpr,
+              SUM: tl.constexpr, FUSED: tl.constexpr, BYTEWISE: tl.constexpr):  # fmt: skip
     """The tile's sum over ranks, in order, and where it is FUSED the bits of each block's largest scale.
 
-    RANKS is 0 where their number is only known when the kernel runs. Where it is known, rank r is read by
+    `SUM.ranks` is 0 where their number is only known when the kernel runs. Where it is known, rank r is read by
     `load_bytewise` if bit r % 8 of BYTEWISE says so.
     """
-    largest = tl.zeros([GROUPS, 1], tl.int32)
+    ELEMENT: tl.constexpr = FORM.element
+    SCALE: tl.constexpr = FORM.scale
+    RANKS: tl.constexpr = SUM.ranks
+    OWN_RANK: tl.constexpr = SUM.own_rank
+    codes_apart: tl.constexpr = 16 // SUM.code_size
+    scales_apart: tl.constexpr = 16 // FORM.scale_size
+    largest = tl.zeros([TILE.groups, 1], tl.int32)
     if OWN_RANK == 0:
-        total = load_floats(own, limit, GROUPS, BLOCK, WIDTH, MASKED, False)
+        total = load_floats(own, limit, TILE, False)
     else:
-        value, scale = decode_tile(codes, scales, zeros, levels, limit, left, ELEMENT, BITS, SCALE, GROUPS, BLOCK,
-                                   WIDTH, MASKED, EDGE, WORDS, FP8, False)  # fmt: skip
+        value, scale = decode_tile(codes, scales, zeros, levels, limit, left, FORM, TILE, SUM.words, False)
         if SCALE == SCALE_NONE:
             total = value
         elif ELEMENT == INT and FUSED:
-            total = tl.fma(value, tl.broadcast_to(scale, [GROUPS, WIDTH]), tl.zeros([GROUPS, WIDTH], tl.float32))
+            nothing = tl.zeros([TILE.groups, TILE.width], tl.float32)
+            total = tl.fma(value, tl.broadcast_to(scale, [TILE.groups, TILE.width]), nothing)
         else:
             total = product(value, scale, ELEMENT)
     if ELEMENT == INT and (OWN_RANK == 0 or not FUSED) and (OWN_RANK != 0 or RANKS != 1):
@@ -72,27 +75,25 @@ def add_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks,
     if RANKS == 0:
         for rank in range(1, ranks):
             if rank == OWN_RANK:
-                total = total + load_floats(own, limit, GROUPS, BLOCK, WIDTH, MASKED, False)
+                total = total + load_floats(own, limit, TILE, False)
             else:
-                value, scale = decode_tile(codes + apart * (rank * (16 // CODE_SIZE)),
-                                           scales + apart * (rank * (16 // SCALE_SIZE)), zeros + apart * (rank * 16),
-                                           levels, limit, left, ELEMENT, BITS, SCALE, GROUPS, BLOCK, WIDTH, MASKED,
-                                           EDGE, WORDS, FP8, False)  # fmt: skip
+                value, scale = decode_tile(codes + apart * (rank * codes_apart), scales + apart * (rank * scales_apart),
+                                           zeros + apart * (rank * 16), levels, limit, left, FORM, TILE, SUM.words,
+                                           False)  # fmt: skip
                 total = total + (value if SCALE == SCALE_NONE else product(value, scale, ELEMENT))
     else:
         for rank in tl.static_range(1, RANKS):
             if rank == OWN_RANK:
-                total = total + load_floats(own, limit, GROUPS, BLOCK, WIDTH, MASKED, False)
+                total = total + load_floats(own, limit, TILE, False)
             else:
-                value, scale = decode_tile(codes + apart * (rank * (16 // CODE_SIZE)),
-                                           scales + apart * (rank * (16 // SCALE_SIZE)), zeros + apart * (rank * 16),
-                                           levels, limit, left, ELEMENT, BITS, SCALE, GROUPS, BLOCK, WIDTH, MASKED,
-                                           EDGE, WORDS, FP8, (BYTEWISE >> (rank % 8)) % 2 == 1)  # fmt: skip
+                value, scale = decode_tile(codes + apart * (rank * codes_apart), scales + apart * (rank * scales_apart),
+                                           zeros + apart * (rank * 16), levels, limit, left, FORM, TILE, SUM.words,
+                                           (BYTEWISE >> (rank % 8)) % 2 == 1)  # fmt: skip
                 if SCALE == SCALE_NONE:
                     total = total + value
                 elif FUSED:
                     # The product of so few bits is exact, so one rounding is all there is in either case.
-                    total = tl.fma(value, tl.broadcast_to(scale, [GROUPS, WIDTH]), total)
+                    total = tl.fma(value, tl.broadcast_to(scale, [TILE.groups, TILE.width]), total)
                     largest = tl.maximum(largest, as_bits(scale) & 0x7FFFFFFF)
                 else:
                     total = total + product(value, scale, ELEMENT)
@@ -100,53 +101,49 @@ def add_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks,
 
 
 @triton.jit
-def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, divisor,
-              ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
-              BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
-              WORDS: tl.constexpr, FP8: tl.constexpr, RANKS: tl.constexpr, OWN_RANK: tl.constexpr,
-              DIVIDE: tl.constexpr, FUSED: tl.constexpr, CODE_SIZE: tl.constexpr,
-              SCALE_SIZE: tl.constexpr, BYTEWISE: tl.constexpr):  # fmt: skip
+def sum_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, divisor, FORM: tl.constexpr,
+              TILE: tl.constexpr, SUM: tl.constexpr):  # fmt: skip
     """The tile's sum over ranks, in order, divided."""
-    total, largest = add_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, ELEMENT, BITS, SCALE,
-                               GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, FP8, RANKS, OWN_RANK, FUSED, CODE_SIZE,
-                               SCALE_SIZE, BYTEWISE)  # fmt: skip
-    if FUSED and RANKS > 1:  # noqa: SIM102 - this one is decided when the kernel is compiled
+    FUSED: tl.constexpr = SUM.fused
+    total, largest = add_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, FORM, TILE, SUM, FUSED,
+                               SUM.bytewise)  # fmt: skip
+    if FUSED and SUM.ranks > 1:  # noqa: SIM102 - this one is decided when the kernel is compiled
         # A scale that no encoder writes may make a product overflow, which fused would not be infinite.
         if tl.max(largest) > HUGE_SCALE_BITS:
-            total, largest = add_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, ELEMENT, BITS,
-                                       SCALE, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, FP8, RANKS, OWN_RANK, False,
-                                       CODE_SIZE, SCALE_SIZE, 0)  # fmt: skip
-    if DIVIDE == "multiply":
+            total, largest = add_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, FORM, TILE,
+                                       SUM, False, 0)  # fmt: skip
+    if SUM.divide == "multiply":
         total = total * divisor
-    elif DIVIDE == "divide":
+    elif SUM.divide == "divide":
         total = tl.div_rn(total, divisor)
     return total
 
 
+@triton.jit
+def codes_place(start, FORM: tl.constexpr, TILE: tl.constexpr):
+    """The byte of a row at which the codes from element `start` on begin."""
+    BITS: tl.constexpr = FORM.bits
+    align: tl.constexpr = TILE.align * BITS // 8
+    return tl.multiple_of(start // 8 * BITS if BITS < 8 else start * (BITS // 8), align)
+
+
 @triton.jit(do_not_specialize=_COUNTS + _OFFSETS)
-def encode_kernel(codes, scales, out, x, first, second, cells, x_stride, row_bytes, numel, tiles,
-                  first_tile, chunks, block, groups, last_size, codes_end, scales_at, zeros_at, end, step, top_scale,
-                  seed, slope, middle, bend, reach,
-                  ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr,
-                  SIGNED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-                  CHUNKED: tl.constexpr, MASKED: tl.constexpr, ALIGN: tl.constexpr, EDGE: tl.constexpr,
-                  FP8: tl.constexpr, CELLS: tl.constexpr, STEPS: tl.constexpr, SEARCHED: tl.constexpr,
-                  CODE_SIZE: tl.constexpr, SCALE_SIZE: tl.constexpr, SINGLE: tl.constexpr):  # fmt: skip
+def encode_kernel(codes, scales, out, x, first, second, cells, x_stride, row_bytes, numel, tiles, first_tile, chunks,
+                  block, groups, last_size, codes_end, scales_at, zeros_at, end, step, top_scale, seed, slope, middle,
+                  bend, reach, FORM: tl.constexpr, TILE: tl.constexpr, SEARCH: tl.constexpr, CODE_SIZE: tl.constexpr,
+                  SINGLE: tl.constexpr):  # fmt: skip
     """`codes`, `scales` and `out` are the same bytes, seen as the integers that each needs."""
-    row, tile, group, start, limit = locate(
-        tiles, first_tile, chunks, block, numel, GROUPS, BLOCK, WIDTH, CHUNKED, ALIGN, EDGE, SINGLE
-    )
-    values = load_floats(x + row * x_stride + start, limit, GROUPS, BLOCK, WIDTH, MASKED, ELEMENT == FP32)
+    row, tile, group, start, limit = locate(tiles, first_tile, chunks, block, numel, TILE, SINGLE)
+    values = load_floats(x + row * x_stride + start, limit, TILE, FORM.element == FP32)
     a, b = 0, 0
-    if CHUNKED:
+    if TILE.chunked:
         at = row * groups + group + tl.arange(0, 1)
         a, b = tl.load(first + at), tl.load(second + at)
     base = row * row_bytes
-    codes_at = tl.multiple_of(start // 8 * BITS if BITS < 8 else start * (BITS // 8), ALIGN * BITS // 8)
-    encode_tile(values, codes + (base + codes_at) // CODE_SIZE, scales + (base + scales_at) // SCALE_SIZE + group,
-                out + base + zeros_at + group, a, b, row, group, start, limit, groups - group, block, last_size, step,
-                top_scale, seed, cells, slope, middle, bend, reach, ELEMENT, BITS, SCALE, STOCHASTIC, SIGNED, GROUPS,
-                BLOCK, WIDTH, MASKED, EDGE, False, FP8, CELLS, STEPS, SEARCHED, CHUNKED)  # fmt: skip
+    encode_tile(values, codes + (base + codes_place(start, FORM, TILE)) // CODE_SIZE,
+                scales + (base + scales_at) // FORM.scale_size + group, out + base + zeros_at + group, a, b, row, start,
+                limit, groups - group, block, last_size, step, top_scale, seed, cells, slope, middle, bend, reach, FORM,
+                TILE, SEARCH, False)  # fmt: skip
     if tile == 0:
         store_padding(out + base, codes_end, scales_at, end, row_bytes)
 
@@ -161,15 +158,12 @@ def store_padding(out, codes_end, scales_at, end, row_bytes):
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def measure_kernel(first, second, x, x_stride, numel, tiles, first_tile, chunks, block,
-                   ELEMENT: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, ALIGN: tl.constexpr,
-                   EDGE: tl.constexpr, SINGLE: tl.constexpr):  # fmt: skip
+def measure_kernel(first, second, x, x_stride, numel, tiles, first_tile, chunks, block, ELEMENT: tl.constexpr,
+                   TILE: tl.constexpr, SINGLE: tl.constexpr):  # fmt: skip
     """Statistics of every chunk, [rows, tiles]."""
-    row, tile, group, start, limit = locate(
-        tiles, first_tile, chunks, block, numel, 1, WIDTH, WIDTH, True, ALIGN, EDGE, SINGLE
-    )
-    values = load_floats(x + row * x_stride + start, limit, 1, WIDTH, WIDTH, MASKED, False)
-    a, b = measure(values, ELEMENT, WIDTH)
+    row, tile, group, start, limit = locate(tiles, first_tile, chunks, block, numel, TILE, SINGLE)
+    values = load_floats(x + row * x_stride + start, limit, TILE, False)
+    a, b = measure(values, ELEMENT, TILE.width)
     at = row * tiles + tile + tl.arange(0, 1)
     tl.store(first + at, a)
     tl.store(second + at, b)
@@ -191,56 +185,39 @@ def fold_kernel(to_first, to_second, first, second, count, parts, ELEMENT: tl.co
 
 
 @triton.jit(do_not_specialize=[*_COUNTS, *_OFFSETS, "ranks"])
-def decode_kernel(out, codes, scales, data, levels, own, out_stride, row_bytes, numel, tiles, first_tile, chunks,
-                  block, groups, scales_at, zeros_at, ranks, divisor,
-                  ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
-                  BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
-                  ALIGN: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr,
-                  CODE_SIZE: tl.constexpr, SCALE_SIZE: tl.constexpr, RANKS: tl.constexpr, OWN_RANK: tl.constexpr,
-                  DIVIDE: tl.constexpr, FUSED: tl.constexpr, BYTEWISE: tl.constexpr, OUTPUT: tl.constexpr,
-                  RAW: tl.constexpr, SINGLE: tl.constexpr):  # fmt: skip
+def decode_kernel(out, codes, scales, data, levels, own, out_stride, row_bytes, numel, tiles, first_tile, chunks, block,
+                  groups, scales_at, zeros_at, ranks, divisor, FORM: tl.constexpr, TILE: tl.constexpr,
+                  SUM: tl.constexpr, OUTPUT: tl.constexpr, RAW: tl.constexpr, SINGLE: tl.constexpr):  # fmt: skip
     """Row r of `out` from row r of `data`, or one row from the sum of `ranks` rows."""
-    row, tile, group, start, limit = locate(
-        tiles, first_tile, chunks, block, numel, GROUPS, BLOCK, WIDTH, CHUNKED, ALIGN, EDGE, SINGLE
-    )
+    row, tile, group, start, limit = locate(tiles, first_tile, chunks, block, numel, TILE, SINGLE)
     base = row * row_bytes
-    codes_at = tl.multiple_of(start // 8 * BITS if BITS < 8 else start * (BITS // 8), ALIGN * BITS // 8)
-    total = sum_ranks(codes + (base + codes_at) // CODE_SIZE, scales + (base + scales_at) // SCALE_SIZE + group,
-                      data + base + zeros_at + group, levels, own + start, limit, groups - group, row_bytes, ranks,
-                      divisor, ELEMENT, BITS, SCALE, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, FP8, RANKS, OWN_RANK,
-                      DIVIDE, FUSED, CODE_SIZE, SCALE_SIZE, BYTEWISE)  # fmt: skip
+    total = sum_ranks(codes + (base + codes_place(start, FORM, TILE)) // SUM.code_size,
+                      scales + (base + scales_at) // FORM.scale_size + group, data + base + zeros_at + group, levels,
+                      own + start, limit, groups - group, row_bytes, ranks, divisor, FORM, TILE, SUM)  # fmt: skip
     bits = to_output(total, OUTPUT, RAW)
-    store_floats(out + row * out_stride + start, bits, limit, GROUPS, BLOCK, WIDTH, MASKED)
+    store_floats(out + row * out_stride + start, bits, limit, TILE)
 
 
 @triton.jit(do_not_specialize=[*_COUNTS, *_OFFSETS, "ranks"])
-def reduce_kernel(to_codes, to_scales, out, codes, scales, data, levels, own, cells, row_bytes, stride,
-                  numel, tiles, first_tile, block, groups, last_size, codes_end, scales_at, zeros_at, end, ranks,
-                  divisor, step, top_scale, seed, slope, middle, bend, reach,
-                  ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr,
-                  SIGNED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-                  MASKED: tl.constexpr, ALIGN: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr,
-                  STORE_WORDS: tl.constexpr, FP8: tl.constexpr, CELLS: tl.constexpr, STEPS: tl.constexpr,
-                  SEARCHED: tl.constexpr, CODE_SIZE: tl.constexpr, TO_SIZE: tl.constexpr,
-                  SCALE_SIZE: tl.constexpr, RANKS: tl.constexpr, OWN_RANK: tl.constexpr, DIVIDE: tl.constexpr,
-                  FUSED: tl.constexpr, BYTEWISE: tl.constexpr):  # fmt: skip
+def decode_sum_encode_kernel(to_codes, to_scales, out, codes, scales, data, levels, own, cells, row_bytes, stride,
+                             numel, tiles, first_tile, block, groups, last_size, codes_end, scales_at, zeros_at, end,
+                             ranks, divisor, step, top_scale, seed, slope, middle, bend, reach, FORM: tl.constexpr,
+                             TILE: tl.constexpr, SEARCH: tl.constexpr, SUM: tl.constexpr, STORE_WORDS: tl.constexpr,
+                             TO_SIZE: tl.constexpr):  # fmt: skip
     """One row from the sum of `ranks` rows, for blocks that fit in a tile."""
-    row, tile, group, start, limit = locate(
-        tiles, first_tile, 1, block, numel, GROUPS, BLOCK, WIDTH, False, ALIGN, EDGE, True
-    )
-    codes_at = tl.multiple_of(start // 8 * BITS if BITS < 8 else start * (BITS // 8), ALIGN * BITS // 8)
-    total = sum_ranks(codes + codes_at // CODE_SIZE, scales + scales_at // SCALE_SIZE + group, data + zeros_at + group,
-                      levels, own + start, limit, groups - group, stride, ranks, divisor, ELEMENT, BITS, SCALE, GROUPS,
-                      BLOCK, WIDTH, MASKED, EDGE, WORDS, FP8, RANKS, OWN_RANK, DIVIDE, FUSED, CODE_SIZE,
-                      SCALE_SIZE, BYTEWISE)  # fmt: skip
-    if ELEMENT == FP32:
+    MASKED: tl.constexpr = TILE.masked
+    row, tile, group, start, limit = locate(tiles, first_tile, 1, block, numel, TILE, True)
+    codes_at = codes_place(start, FORM, TILE)
+    total = sum_ranks(codes + codes_at // SUM.code_size, scales + scales_at // FORM.scale_size + group,
+                      data + zeros_at + group, levels, own + start, limit, groups - group, stride, ranks, divisor, FORM,
+                      TILE, SUM)  # fmt: skip
+    if FORM.element == FP32:
         total = as_float(tl.where(total != total, NAN_BITS, as_bits(total)))
     if MASKED:
-        place, real = places(GROUPS * WIDTH, WIDTH, BLOCK)
-        total = tl.where((real & (place < limit)).reshape([GROUPS, WIDTH]), total, 0.0)
-    encode_tile(total, to_codes + codes_at // TO_SIZE, to_scales + scales_at // SCALE_SIZE + group,
-                out + zeros_at + group, 0, 0, row, group, start, limit, groups - group, block, last_size, step,
-                top_scale, seed, cells, slope, middle, bend, reach, ELEMENT, BITS, SCALE, STOCHASTIC, SIGNED, GROUPS,
-                BLOCK, WIDTH, MASKED, EDGE, STORE_WORDS, FP8, CELLS, STEPS, SEARCHED, False)  # fmt: skip
+        place, real = places(TILE, 1)
+        total = tl.where((real & (place < limit)).reshape([TILE.groups, TILE.width]), total, 0.0)
+    encode_tile(total, to_codes + codes_at // TO_SIZE, to_scales + scales_at // FORM.scale_size + group,
+                out + zeros_at + group, 0, 0, row, start, limit, groups - group, block, last_size, step, top_scale,
+                seed, cells, slope, middle, bend, reach, FORM, TILE, SEARCH, STORE_WORDS)  # fmt: skip
     if tile == 0:
         store_padding(out, codes_end, scales_at, end, row_bytes)

@@ -1,8 +1,4 @@
-"""Triton: which kernel runs on which grid.
-
-Arguments are trusted, as everywhere below codecs. Bytes that no codec of that name wrote (scales out of all range)
-decode as in the reference; sums of such rows may differ from it where a product overflows.
-"""
+"""Triton: which kernel runs on which grid."""
 
 from __future__ import annotations
 
@@ -16,11 +12,13 @@ from torch import Tensor
 from narrowcast.kernels.contract import Kernel
 from narrowcast.kernels.cuda import choose
 from narrowcast.kernels.layout import Element, Grid, Recipe, layout
-from narrowcast.kernels.triton import cuts, fake_quantize, kernels
+from narrowcast.kernels.triton import cuts, fake_quantize, integer, kernels, linear
 from narrowcast.kernels.triton.arguments import (
+    OUTPUTS,
     encoding,
     ends,
-    formatted,
+    form_of,
+    loadable,
     on,
     options,
     places,
@@ -28,27 +26,30 @@ from narrowcast.kernels.triton.arguments import (
     seen,
     summing,
 )
+from narrowcast.kernels.triton.codes import INTERPRETED
 from narrowcast.kernels.triton.cuts import Cut, Tile, cut, launches, tile_for
-
-OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
 class Triton(Kernel):
-    """The operations of `ops.Kernel` on CUDA tensors (on CPU tensors in Triton's interpreter)."""
+    """The operations on CUDA tensors (on CPU tensors in Triton's interpreter)."""
 
     name = "triton"
+
+    def runs(self, operation: str, recipe: Recipe, device: torch.device) -> str:
+        in_cuda = operation == "linear" and not INTERPRETED and choose.takes(recipe, device)
+        return "cuda" if in_cuda else self.name
 
     def _encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
         if rows.numel() == 0:
             return
         rows = rows if rows.shape[1] == 1 or rows.stride(1) == 1 else rows.contiguous()
-        with _aligned(out) as target, on(rows.device):
+        with _writable(out, 16) as target, on(rows.device):
             _encode(target, rows, recipe, seed)
 
     def _decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
         if out.numel() == 0:
             return
-        with _contiguous(out) as target, on(data.device):
+        with _writable(out, 1) as target, on(data.device):
             _decode(target, data, recipe, 1, None, -1, 1)
 
     def _decode_sum(
@@ -57,10 +58,10 @@ class Triton(Kernel):
         if out.numel() == 0:
             return
         rank = own_rank if own is not None else -1
-        with _contiguous(out) as target, on(data.device):
+        with _writable(out, 1) as target, on(data.device):
             _decode(target.view(1, -1), data, recipe, len(data), own, rank, divisor)
 
-    def _reduce(
+    def _decode_sum_encode(
         self,
         out: Tensor,
         data: Tensor,
@@ -73,27 +74,53 @@ class Triton(Kernel):
     ) -> None:
         if numel == 0:
             return
-        tile = tile_for("reduce", recipe.format)
-        if cut(recipe.format, numel, tile.elements, cuts.ONE_PASS).chunked:
+        format = recipe.format
+        tile = tile_for("decode_sum_encode", format)
+        tiles = cut(format, numel, tile.elements, cuts.ONE_PASS)
+        if tiles.chunked:
             total = torch.empty(numel, dtype=torch.float32, device=data.device)
             self.decode_sum(total, data, recipe, own, own_rank, divisor)
             self.encode(out.view(1, -1), total.view(1, -1), recipe, seed)
             return
         rank = own_rank if own is not None else -1
-        with _aligned(out) as target, on(data.device):
-            _reduce(target, data, numel, recipe, own, rank, divisor, seed, tile)
+        sums = summing(data, recipe, numel, tiles, len(data), own, rank, divisor)
+        stride = sums.pop("row_bytes")
+        with _writable(out, 16) as target, on(data.device):
+            for launch in launches(tiles):
+                # A word at a row's end would overwrite what follows the codes.
+                words = tiles.words(format.bits) and not launch["TILE"].masked
+                size = 4 if words else max(format.bits // 8, 1)
+                kernels.decode_sum_encode_kernel[(launch["tiles"],)](
+                    to_codes=seen(target, size),
+                    to_scales=seen(target, scale_size(format)),
+                    out=target,
+                    stride=stride,
+                    STORE_WORDS=words,
+                    TO_SIZE=size,
+                    FORM=form_of(format, data.device),
+                    **launch,
+                    **places(format, numel),
+                    **ends(format, numel),
+                    **encoding(recipe, seed, data),
+                    **sums,
+                    **options(tiles, tile),
+                )
 
     def _linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
-        return choose.linear(out, x, data, recipe, bias)
+        if not INTERPRETED and choose.linear(out, x, data, recipe, bias):
+            return True
+        return linear.linear(out, x, data, recipe, bias)
 
     def _fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
         fake_quantize.fake_quantize(out, x, scale, grid)
 
-    def _fake_gradients(self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
-        fake_quantize.fake_gradients(dx, dscale, grad, x, scale, grid)
+    def _fake_quantize_backward(
+        self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid
+    ) -> None:
+        fake_quantize.fake_quantize_backward(dx, dscale, grad, x, scale, grid)
 
     def _integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
-        fake_quantize.integer_linear(out, x, weight)
+        integer.integer_linear(out, x, weight)
 
 
 # -- launches -------------------------------------------------------------------------------------------------------
@@ -105,7 +132,7 @@ def _encode(out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
     tile = tile_for("encode", format)
     tiles = cut(format, numel, tile.elements, cuts.ONE_PASS)
     code_size = max(format.bits // 8, 1)
-    x = rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
+    x = loadable(rows)
     source = {"x": x, "x_stride": rows.stride(0) if count > 1 else numel}
     first = second = x
     if tiles.chunked:
@@ -118,14 +145,13 @@ def _encode(out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
             first=first,
             second=second,
             chunks=tiles.chunks,
-            CHUNKED=tiles.chunked,
             SINGLE=count == 1,
             CODE_SIZE=code_size,
             **source,
             **launch,
             **places(format, numel),
             **ends(format, numel),
-            **formatted(format, tiles, x.device),
+            FORM=form_of(format, x.device),
             **encoding(recipe, seed, x),
             **options(tiles, tile),
         )
@@ -143,18 +169,15 @@ def _measure(
         first = torch.empty(count * where.groups * parts, dtype=kind, device=source["x"].device)
         return first, torch.empty_like(first) if element == Element.AFFINE else first
 
-    found = room(tiles.chunks)
+    measured = room(tiles.chunks)
     for launch in launches(tiles._replace(full=tiles.full if tiles.full == tiles.tiles else 0)):
         kernels.measure_kernel[(launch["tiles"] * count,)](
-            first=found[0],
-            second=found[1],
+            first=measured[0],
+            second=measured[1],
             numel=numel,
             chunks=tiles.chunks,
             block=where.group_size,
             ELEMENT=int(element),
-            WIDTH=tiles.width,
-            ALIGN=tiles.align,
-            EDGE=tiles.edge,
             SINGLE=count == 1,
             **source,
             **launch,
@@ -165,10 +188,10 @@ def _measure(
         parts = -(-left // kernels.FOLD.value)
         folded = room(parts)
         kernels.fold_kernel[(count * where.groups * parts,)](
-            *folded, *found, count=left, parts=parts, ELEMENT=int(element), enable_fp_fusion=False
+            *folded, *measured, count=left, parts=parts, ELEMENT=int(element), enable_fp_fusion=False
         )
-        found, left = folded, parts
-    return found
+        measured, left = folded, parts
+    return measured
 
 
 def _decode(
@@ -178,56 +201,19 @@ def _decode(
     count, numel = out.shape
     tile = tile_for("decode", format)
     tiles = cut(format, numel, tile.elements, cuts.ONE_PASS)
-    kept = ranks == 1 and own is None and format.element == Element.FP32
+    raw = ranks == 1 and own is None and format.element == Element.FP32
     for launch in launches(tiles):
         kernels.decode_kernel[(launch["tiles"] * count,)](
             out=seen(out, out.element_size()),
             out_stride=numel,
             chunks=tiles.chunks,
-            CHUNKED=tiles.chunked,
             SINGLE=count == 1,
             OUTPUT=OUTPUTS[out.dtype],
-            RAW=kept,
+            RAW=raw,
             **launch,
             **places(format, numel),
-            **formatted(format, tiles, data.device),
+            FORM=form_of(format, data.device),
             **summing(data, recipe, numel, tiles, ranks, own, own_rank, divisor),
-            **options(tiles, tile),
-        )
-
-
-def _reduce(
-    out: Tensor,
-    data: Tensor,
-    numel: int,
-    recipe: Recipe,
-    own: Tensor | None,
-    own_rank: int,
-    divisor: int,
-    seed: int,
-    tile: Tile,
-) -> None:
-    format = recipe.format
-    tiles = cut(format, numel, tile.elements, cuts.ONE_PASS)
-    sums = summing(data, recipe, numel, tiles, len(data), own, own_rank, divisor)
-    stride = sums.pop("row_bytes")
-    for launch in launches(tiles):
-        # A word at a row's end would overwrite what follows the codes.
-        words = tiles.words(format.bits) and not launch["MASKED"]
-        to_size = 4 if words else max(format.bits // 8, 1)
-        kernels.reduce_kernel[(launch["tiles"],)](
-            to_codes=seen(out, to_size),
-            to_scales=seen(out, scale_size(format)),
-            out=out,
-            stride=stride,
-            STORE_WORDS=words,
-            TO_SIZE=to_size,
-            **launch,
-            **places(format, numel),
-            **ends(format, numel),
-            **formatted(format, tiles, data.device),
-            **encoding(recipe, seed, data),
-            **sums,
             **options(tiles, tile),
         )
 
@@ -236,18 +222,10 @@ def _reduce(
 
 
 @contextlib.contextmanager
-def _aligned(out: Tensor) -> Iterator[Tensor]:
-    """`out`, or a copy of its shape that starts at a multiple of 16 bytes and is copied back."""
-    fits = out.is_contiguous() and out.data_ptr() % 16 == 0
+def _writable(out: Tensor, alignment: int) -> Iterator[Tensor]:
+    """`out`, or a contiguous copy of its shape that starts at a multiple of so many bytes and is copied back."""
+    fits = out.is_contiguous() and out.data_ptr() % alignment == 0
     target = out if fits else torch.empty_like(out, memory_format=torch.contiguous_format)
-    yield target
-    if target is not out:
-        out.copy_(target)
-
-
-@contextlib.contextmanager
-def _contiguous(out: Tensor) -> Iterator[Tensor]:
-    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     yield target
     if target is not out:
         out.copy_(target)

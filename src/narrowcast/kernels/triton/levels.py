@@ -27,7 +27,7 @@ def lookup(table, index, SIZE: tl.constexpr):
         )
         # The last-but-one operand makes segments of SIZE lanes, so that only the index's low bits count.
         segment: tl.constexpr = ((32 - SIZE) << 8) | 31
-        found = tl.inline_asm_elementwise(
+        entry = tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, $2, $3, -1;",
             "=r,r,r,n",
             [held, index, segment],
@@ -36,7 +36,7 @@ def lookup(table, index, SIZE: tl.constexpr):
             pack=1,
         )
     elif NATIVE:
-        found = tl.inline_asm_elementwise(
+        entry = tl.inline_asm_elementwise(
             "{ .reg .b64 at; mad.wide.u32 at, $2, 4, $1; ld.global.nc.b32 $0, [at]; }",
             "=r,l,r",
             [table.to(tl.int64), index & (SIZE - 1)],
@@ -45,13 +45,13 @@ def lookup(table, index, SIZE: tl.constexpr):
             pack=1,
         )
     else:
-        found = tl.load(table + (index & (SIZE - 1)))
-    return found
+        entry = tl.load(table + (index & (SIZE - 1)))
+    return entry
 
 
 @triton.jit
 def count_near(y, thresholds, bend, slope, middle, reach, COUNT: tl.constexpr, OPEN: tl.constexpr):
-    """How many thresholds lie below y, where a curve through y says it within one; see `gpu_tables.fit`.
+    """How many thresholds lie below y, where a curve through y says it within one; see `tables.fit`.
 
     OPEN: y is at most 2% larger than the largest level, as far as the curve reaches.
     """
@@ -71,7 +71,7 @@ def count_below(y, cells, slope, middle, CELLS: tl.constexpr, STEPS: tl.constexp
     """How many thresholds lie below y: the code of y in a table of levels.
 
     y's cell, a monotone function of y, says how many lie in the cells before; at most 2**STEPS - 1 lie in its own, and
-    a few comparisons count those. `gpu_tables.py` lays the cells out with the same arithmetic. OPEN: y is at most 2%
+    a few comparisons count those. tables.py lays the cells out with the same arithmetic. OPEN: y is at most 2%
     larger than the largest level, and the cells reach that far.
     """
     # The low bits of the sum are the cell. Whatever a NaN became, lookups stay inside the table, and its block's codes

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowcast.kernels.layout import ROW, Recipe, layout
-from narrowcast.kernels.triton.arguments import INTS, has_fp8, scale_size
+from narrowcast.kernels.triton.arguments import INTS, has_fp8, on, readable, scale_size
 from narrowcast.kernels.triton.codes import (
     AFFINE,
     INT,
@@ -32,6 +32,9 @@ from narrowcast.kernels.triton.scales import SCALE_NONE, scale_value
 from narrowcast.kernels.triton.tables import cells
 
 OUTPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+BATCH = 64
+"""Rows of x that a program takes at most. For more, decoding W and cuBLAS are faster."""
 
 TILES = {16: (16, 128, 4, 3), 32: (32, 128, 4, 3), 64: (64, 128, 4, 3)}
 """Rows, step, warps and stages for each padded batch: of six, about the best on an H200."""
@@ -61,8 +64,8 @@ def unpacked(codes, first, numel, inside, BITS: tl.constexpr, ROWS: tl.constexpr
         values = tl.zeros([ROWS, STEP // 8], kind)
         for byte in tl.static_range(BITS):
             there = inside[:, None] & ((place + byte) * 8 < numel * BITS)[None, :]
-            more = tl.load(codes[:, None] + (place + byte)[None, :], mask=there, other=0)
-            values = values | (more.to(kind) << (8 * byte))
+            loaded = tl.load(codes[:, None] + (place + byte)[None, :], mask=there, other=0)
+            values = values | (loaded.to(kind) << (8 * byte))
         values = tl.join(values, values >> (4 * BITS))
         values = tl.join(values, values >> (2 * BITS))
         values = (tl.join(values, values >> BITS) & ((1 << BITS) - 1)).to(tl.int32).reshape([ROWS, STEP])
@@ -139,6 +142,16 @@ def linear_kernel(x, data, codes, scales, levels, bias, out, batch, rows, numel,
         total += to_float32(tl.load(bias + row, mask=inside, other=0), False)[:, None]
     place = column[None, :].to(tl.int64) * rows + row[:, None]
     tl.store(out + place, to_output(total, OUTPUT, True), mask=inside[:, None] & wanted[None, :])
+
+
+def linear(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
+    """Multiply, or return False: more rows of x than a program takes, or fp64."""
+    if len(x) > BATCH or x.dtype not in OUTPUTS or (bias is not None and bias.dtype not in OUTPUTS):
+        return False
+    x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
+    with on(x.device):
+        launch(out, x, readable(data)[0], recipe, None if bias is None else bias.contiguous())
+    return True
 
 
 def launch(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Triton: a block's statistics, its scale and its zero point. What `reference.py` says of blocks.
+"""Triton: a block's statistics, its scale and its zero point. What reference/scales.py says of blocks.
 
 No result depends on the order of a reduction: maxima are of integers, and the only sum has its order spelled out.
 """
@@ -67,7 +67,7 @@ def measure(x, ELEMENT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def sum_in_order(sums, WIDTH: tl.constexpr):
-    """`reference.mean_magnitude` before its division: leaves of 64 fold in halves, then pairs of neighbours add.
+    """`mean_magnitude` of reference/scales.py before its division: leaves of 64 fold in halves, then neighbours add up.
 
     Every `tl.sum` here adds two numbers, so that no order is left to the compiler.
     """
@@ -107,7 +107,7 @@ def combine(first, second, ELEMENT: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def choose_scale(first, second, sizes, step, limit, ELEMENT: tl.constexpr, SCALE: tl.constexpr, SIGNED: tl.constexpr):
-    """Each block's scale as it is stored, and whether the block is finite. Like `reference.choose_scale`."""
+    """Each block's scale as it is stored, and whether the block is finite. Like reference/."""
     if ELEMENT == SIGN:
         finite = first < float("inf")
         spread = (first / sizes.to(tl.float64)).to(tl.float32)

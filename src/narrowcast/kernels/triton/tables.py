@@ -10,7 +10,8 @@ code, exactly.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ HELD = 32
 ROOM = 0.1
 """How far a curve must stay from where its guess would be wrong: far more than fp32 can err."""
 REMEMBERED = 256
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 class Cells(NamedTuple):
@@ -59,14 +64,17 @@ _remembered: OrderedDict[tuple[str, int, int], Cells] = OrderedDict()
 
 def cells(table: Tensor) -> Cells:
     """The cells of a codec's table (`Recipe.table`), laid out once: that reads the table, and waits for the device."""
-    key = (str(table.device), table.data_ptr(), table.shape[1])
-    found = _remembered.get(key)
-    if found is None:
-        found = lay_out(table)
-        _remembered[key] = found
-        if len(_remembered) > REMEMBERED:
-            _remembered.popitem(last=False)
-    return found
+    return remember(_remembered, (str(table.device), table.data_ptr(), table.shape[1]), lambda: lay_out(table))
+
+
+def remember(memory: OrderedDict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
+    """The value that was made for this key; of many keys, the oldest are forgotten."""
+    value = memory.get(key)
+    if value is None:
+        value = memory[key] = make()
+        if len(memory) > REMEMBERED:
+            memory.popitem(last=False)
+    return value
 
 
 def lay_out(table: Tensor) -> Cells:
@@ -149,5 +157,5 @@ def line(reach: float, count: int) -> tuple[float, float]:
 
 
 def cell_of(y: Tensor, slope: float, middle: float, count: int) -> Tensor:
-    """What `gpu_codes.count_below` computes, rounding for rounding."""
+    """What `levels.count_below` computes, rounding for rounding."""
     return (y * slope + middle).clamp(0.0, count - 1.0).round().long()

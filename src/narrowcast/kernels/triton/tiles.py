@@ -1,11 +1,11 @@
 """Triton: tiles of a row between memory and registers.
 
-A program works on one tile: GROUPS blocks of BLOCK elements, each padded to WIDTH, a power of two. Blocks too large
-for that are taken in chunks of WIDTH elements (CHUNKED). `limit` counts the tile's elements that exist; where
-MASKED is false they all do, and no mask costs anything.
+A program works on one tile (TILE of groups.py): some blocks, each padded to a power of two. Blocks too large for
+that are taken in chunks. `limit` counts the tile's elements that exist; where the tile is not masked they all do, and
+no mask costs anything.
 
 Codes narrower than a byte are packed in registers: neighbours lie in the same thread, so that pairs join without
-leaving it. Aligned tiles move as 32-bit words, others as bytes. gpu_words.py has the way back.
+leaving it. Aligned tiles move as 32-bit words, others as bytes. words.py has the way back.
 """
 
 # Triton reads annotations: no `from __future__ import annotations` here. Its language is not one that mypy knows.
@@ -47,20 +47,7 @@ from narrowcast.kernels.triton.words import load_bytewise, load_codes, load_whol
 
 
 @triton.jit
-def locate(
-    tiles,
-    first_tile,
-    chunks,
-    block,
-    numel,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNKED: tl.constexpr,
-    ALIGN: tl.constexpr,
-    EDGE: tl.constexpr,
-    SINGLE: tl.constexpr,
-):
+def locate(tiles, first_tile, chunks, block, numel, TILE: tl.constexpr, SINGLE: tl.constexpr):
     """This program's row, tile, first block, first element, and how many of its elements exist."""
     program = tl.program_id(0)
     if SINGLE:
@@ -70,47 +57,40 @@ def locate(
     else:
         row = (program // tiles).to(tl.int64)
         tile = (program % tiles + first_tile).to(tl.int64)
-    if CHUNKED:
+    if TILE.chunked:
         group = tile // chunks
-        inside = (tile % chunks) * WIDTH
+        inside = (tile % chunks) * TILE.width
         start = group * block + inside
         limit = tl.minimum(block - inside, numel - start)
     else:
-        group = tile * GROUPS
-        start = group * BLOCK
+        group = tile * TILE.groups
+        start = group * TILE.block
         limit = numel - start
     # The compiler cannot see these, and without them it will not move 16 bytes at once.
-    start = tl.multiple_of(start, ALIGN)
-    limit = tl.multiple_of(tl.minimum(limit, GROUPS * WIDTH).to(tl.int32), EDGE)
+    align: tl.constexpr = TILE.align
+    edge: tl.constexpr = TILE.edge
+    start = tl.multiple_of(start, align)
+    limit = tl.multiple_of(tl.minimum(limit, TILE.groups * TILE.width).to(tl.int32), edge)
     return row, tile, group, start, limit
 
 
 @triton.jit
-def load_floats(
-    x,
-    limit,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MASKED: tl.constexpr,
-    EXACT_NAN: tl.constexpr,
-):
-    """The tile at pointer x as fp32 [GROUPS, WIDTH], zero where nothing exists."""
-    place, real = places(GROUPS * WIDTH, WIDTH, BLOCK)
-    if MASKED:
+def load_floats(x, limit, TILE: tl.constexpr, EXACT_NAN: tl.constexpr):
+    """The tile at pointer x as fp32 [groups, width], zero where nothing exists."""
+    place, real = places(TILE, 1)
+    if TILE.masked:
         loaded = tl.load(x + place, mask=real & (place < limit), other=0)
     else:
         loaded = tl.load(x + place)
-    return to_float32(loaded, EXACT_NAN).reshape([GROUPS, WIDTH])
+    return to_float32(loaded, EXACT_NAN).reshape([TILE.groups, TILE.width])
 
 
 @triton.jit
-def store_floats(
-    out, bits, limit, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
-):
-    place, real = places(GROUPS * WIDTH, WIDTH, BLOCK)
-    bits = bits.reshape([GROUPS * WIDTH])
-    if MASKED:
+def store_floats(out, bits, limit, TILE: tl.constexpr):
+    """Store results [groups, width], which come as integers."""
+    place, real = places(TILE, 1)
+    bits = bits.reshape([TILE.groups * TILE.width])
+    if TILE.masked:
         tl.store(out + place, bits, mask=real & (place < limit))
     else:
         tl.store(out + place, bits)
@@ -120,10 +100,11 @@ def store_floats(
 
 
 @triton.jit
-def store_codes(ptr, codes, limit, BITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-                WIDTH: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr,
+def store_codes(ptr, codes, limit, BITS: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
                 FLIPPED: tl.constexpr):  # fmt: skip
-    """Store codes [GROUPS, WIDTH], clean integers; FLIPPED ones still need their top bit inverted."""
+    """Store codes [groups, width], clean integers; FLIPPED ones still need their top bit inverted."""
+    elements: tl.constexpr = TILE.groups * TILE.width
+    edge: tl.constexpr = TILE.edge
     if BITS >= 8 and not WORDS:
         size: tl.constexpr = 1
         if BITS == 8:
@@ -131,10 +112,10 @@ def store_codes(ptr, codes, limit, BITS: tl.constexpr, GROUPS: tl.constexpr, BLO
     elif BITS & (BITS - 1) == 0:
         held: tl.constexpr = 32 if WORDS else 8
         size: tl.constexpr = held // BITS
-        codes = codes.reshape([GROUPS * WIDTH])
+        codes = codes.reshape([elements])
         for level in tl.static_range(5):
             if (BITS << level) < held:
-                low, high = codes.reshape([GROUPS * WIDTH // (2 << level), 2]).split()
+                low, high = codes.reshape([elements // (2 << level), 2]).split()
                 codes = low + (high << (BITS << level))
         if FLIPPED:
             # The top bit of every code of a word, as the signed number that an int32 constant must be.
@@ -147,18 +128,18 @@ def store_codes(ptr, codes, limit, BITS: tl.constexpr, GROUPS: tl.constexpr, BLO
             codes = codes ^ (1 << (BITS - 1))
         codes = codes if BITS == 3 else codes.to(tl.int64)
         for level in tl.static_range(3):
-            low, high = codes.reshape([GROUPS * WIDTH // (2 << level), 2]).split()
+            low, high = codes.reshape([elements // (2 << level), 2]).split()
             codes = low + (high << (BITS << level))
-    place, real = places(GROUPS * WIDTH // size, WIDTH // size, BLOCK // size)
-    codes = codes.reshape([GROUPS * WIDTH // size])
+    place, real = places(TILE, size)
+    codes = codes.reshape([elements // size])
     if BITS == 3 or BITS == 5 or BITS == 6 or BITS == 7:
         for byte in tl.static_range(BITS):
             at = place * BITS + byte
             tl.store(ptr + at, (codes >> (8 * byte)).to(tl.uint8), mask=real & (at * 8 < limit * BITS))
-    elif MASKED:
+    elif TILE.masked:
         count = (limit + (size - 1)) // size
-        if EDGE % size == 0:
-            count = tl.multiple_of(count, EDGE // size)
+        if edge % size == 0:
+            count = tl.multiple_of(count, edge // size)
         tl.store(ptr + place, codes, mask=real & (place < count))
     else:
         tl.store(ptr + place, codes)
@@ -168,95 +149,111 @@ def store_codes(ptr, codes, limit, BITS: tl.constexpr, GROUPS: tl.constexpr, BLO
 
 
 @triton.jit
-def decode_tile(codes, scales, zeros, levels, limit, left, ELEMENT: tl.constexpr, BITS: tl.constexpr,
-                SCALE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-                MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr,
-                BYTEWISE: tl.constexpr):  # fmt: skip
+def decode_tile(codes, scales, zeros, levels, limit, left, FORM: tl.constexpr, TILE: tl.constexpr,
+                WORDS: tl.constexpr, BYTEWISE: tl.constexpr):  # fmt: skip
     """The tile whose codes, scales and zero points start at these pointers, as two factors of fp32 values."""
+    ELEMENT: tl.constexpr = FORM.element
+    BITS: tl.constexpr = FORM.bits
+    SCALE: tl.constexpr = FORM.scale
     if SCALE == SCALE_NONE:
-        code = load_codes(codes, limit, BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, True)
-        value = cast_value(code, ELEMENT, FP8)
+        code = load_codes(codes, limit, BITS, TILE, WORDS, True)
+        value = cast_value(code, ELEMENT, FORM.fp8)
         scale = tl.full([1, 1], 1.0, tl.float32)
     else:
-        group = tl.arange(0, GROUPS)
-        if MASKED:
+        group = tl.arange(0, TILE.groups)
+        if TILE.masked:
             stored = tl.load(scales + group, mask=group < left, other=0)
         else:
             stored = load_scales(scales + group)
         scale = scale_value(stored, SCALE)[:, None]
         if BYTEWISE:
-            value = load_bytewise(codes, limit, GROUPS, BLOCK, WIDTH, MASKED, EDGE)
+            value = load_bytewise(codes, limit, TILE)
             scale = scale * 0.0625
         elif ELEMENT == AFFINE:
             zero = tl.load(zeros + group, mask=group < left, other=0).to(tl.int32)
-            value = load_whole(codes, zero, limit, BITS, 0, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS)
+            value = load_whole(codes, zero, limit, BITS, 0, TILE, WORDS)
         elif ELEMENT == INT:
-            zero = tl.zeros([GROUPS], tl.int32)
+            zero = tl.zeros([TILE.groups], tl.int32)
             half: tl.constexpr = 1 << (BITS - 1)
-            value = load_whole(codes, zero, limit, BITS, half, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS)
+            value = load_whole(codes, zero, limit, BITS, half, TILE, WORDS)
         else:
-            code = load_codes(codes, limit, BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, ELEMENT != LEVELS)
+            code = load_codes(codes, limit, BITS, TILE, WORDS, ELEMENT != LEVELS)
             if ELEMENT == SIGN:
                 value = as_float((code << 31) | 0x3F800000)
             elif ELEMENT == LEVELS:
                 value = as_float(lookup(levels, code, 1 << BITS))
             else:
-                value = cast_value(code, ELEMENT, FP8)
+                value = cast_value(code, ELEMENT, FORM.fp8)
     return value, scale
 
 
 @triton.jit
-def encode_tile(x, codes, scales, zeros, first, second, row, group, start, limit, left, block, last_size, step,
-                top_scale, seed, cells, slope, middle, bend, reach,
-                ELEMENT: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr,
-                SIGNED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-                MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr,
-                CELLS: tl.constexpr, STEPS: tl.constexpr, SEARCHED: tl.constexpr,
-                CHUNKED: tl.constexpr):  # fmt: skip
-    """Encode x [GROUPS, WIDTH] into the bytes at these pointers. CHUNKED: `first` and `second` measure its block."""
-    if SCALE == SCALE_NONE:
-        code = cast_bits(x, ELEMENT, FP8)
+def choose_codes(x, zeros, second, finite, inverse, row, start, left, seed, cells, slope, middle, bend, reach,
+                 FORM: tl.constexpr, TILE: tl.constexpr, SEARCH: tl.constexpr):  # fmt: skip
+    """The codes of x [groups, width], whose blocks have these scales; stores zero points where codes are affine."""
+    ELEMENT: tl.constexpr = FORM.element
+    BITS: tl.constexpr = FORM.bits
+    SCALE: tl.constexpr = FORM.scale
+    SIGNED: tl.constexpr = FORM.signed
+    STOCHASTIC: tl.constexpr = FORM.stochastic
+    # A scale that is only ever cut by a rounding error leaves |y| that close to the largest code or level.
+    close: tl.constexpr = SCALE == SCALE_FP32 or SCALE == SCALE_BF16
+    if ELEMENT == SIGN:
+        code = (as_bits(x) >> 31) & 1
     else:
-        index = tl.arange(0, GROUPS)
+        y = x * inverse[:, None]
+        if ELEMENT == LEVELS:
+            if SEARCH.steps == 0:
+                code = count_near(y, cells, bend, slope, middle, reach, SEARCH.cells, close)
+            else:
+                code = count_below(y, cells, slope, middle, SEARCH.cells, SEARCH.steps, SEARCH.searched, close)
+        elif ELEMENT == E4M3 or ELEMENT == E5M2:
+            code = cast_bits(y, ELEMENT, FORM.fp8)
+        else:
+            zero = tl.zeros([TILE.groups], tl.int32)
+            if ELEMENT == AFFINE:
+                index = tl.arange(0, TILE.groups)
+                zero = tl.where(finite, zero_points(second, inverse, BITS, STOCHASTIC), 0)
+                tl.store(zeros + index, zero.to(tl.uint8), mask=index < left)
+            draws = y
+            if STOCHASTIC:
+                place, _ = places(TILE, 1)
+                key = mix64((seed + row).to(tl.uint64))
+                draws = uniform(key, start, place).reshape([TILE.groups, TILE.width])
+            low: tl.constexpr = -(1 << (BITS - 1)) + (0 if SIGNED else 1)
+            open: tl.constexpr = SIGNED and close and (SCALE == SCALE_FP32 or BITS <= 5)
+            code = quantize(y, zero[:, None], draws, ELEMENT, BITS, low, STOCHASTIC, open)
+    nothing: tl.constexpr = (1 << (BITS - 1)) if ELEMENT == INT else 0
+    return tl.where(finite[:, None], code, nothing)
+
+
+@triton.jit
+def encode_tile(x, codes, scales, zeros, first, second, row, start, limit, left, block, last_size, step, top_scale,
+                seed, cells, slope, middle, bend, reach, FORM: tl.constexpr, TILE: tl.constexpr,
+                SEARCH: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
+    """Encode x [groups, width] into the bytes at these pointers. In chunks, `first` and `second` measure its block."""
+    ELEMENT: tl.constexpr = FORM.element
+    BITS: tl.constexpr = FORM.bits
+    SCALE: tl.constexpr = FORM.scale
+    MASKED: tl.constexpr = TILE.masked
+    CHUNKED: tl.constexpr = TILE.chunked
+    if SCALE == SCALE_NONE:
+        code = cast_bits(x, ELEMENT, FORM.fp8)
+    else:
+        index = tl.arange(0, TILE.groups)
         if not CHUNKED:
-            first, second = measure(x, ELEMENT, WIDTH)
+            first, second = measure(x, ELEMENT, TILE.width)
         sizes = tl.where(index == left - 1, last_size, block)
-        scale, finite = choose_scale(first, second, sizes, step, top_scale, ELEMENT, SCALE, SIGNED)
+        scale, finite = choose_scale(first, second, sizes, step, top_scale, ELEMENT, SCALE, FORM.signed)
         inverse = reciprocal(scale)
         if MASKED:
             tl.store(scales + index, scale_bits(scale, finite, SCALE), mask=index < left)
         else:
             tl.store(scales + index, scale_bits(scale, finite, SCALE))
-        # A scale that is only ever cut by a rounding error leaves |y| that close to the largest code or level.
-        close: tl.constexpr = SCALE == SCALE_FP32 or SCALE == SCALE_BF16
-        nothing: tl.constexpr = (1 << (BITS - 1)) if ELEMENT == INT else 0
-        if ELEMENT == SIGN:
-            code = (as_bits(x) >> 31) & 1
-        else:
-            y = x * inverse[:, None]
-            if ELEMENT == LEVELS:
-                if STEPS == 0:
-                    code = count_near(y, cells, bend, slope, middle, reach, CELLS, close)
-                else:
-                    code = count_below(y, cells, slope, middle, CELLS, STEPS, SEARCHED, close)
-            elif ELEMENT == E4M3 or ELEMENT == E5M2:
-                code = cast_bits(y, ELEMENT, FP8)
-            else:
-                zero = tl.zeros([GROUPS], tl.int32)
-                if ELEMENT == AFFINE:
-                    zero = tl.where(finite, zero_points(second, inverse, BITS, STOCHASTIC), 0)
-                    tl.store(zeros + index, zero.to(tl.uint8), mask=index < left)
-                draws = y
-                if STOCHASTIC:
-                    place, _ = places(GROUPS * WIDTH, WIDTH, BLOCK)
-                    key = mix64((seed + row).to(tl.uint64))
-                    draws = uniform(key, start, place).reshape([GROUPS, WIDTH])
-                low: tl.constexpr = -(1 << (BITS - 1)) + (0 if SIGNED else 1)
-                open: tl.constexpr = SIGNED and close and (SCALE == SCALE_FP32 or BITS <= 5)
-                code = quantize(y, zero[:, None], draws, ELEMENT, BITS, low, STOCHASTIC, open)
-        code = tl.where(finite[:, None], code, nothing)
+        code = choose_codes(x, zeros, second, finite, inverse, row, start, left, seed, cells, slope, middle, bend,
+                            reach, FORM, TILE, SEARCH)  # fmt: skip
     if MASKED and BITS < 8 and (ELEMENT == AFFINE or ELEMENT == LEVELS):
         # Zero stands for something there: the bits after a row's last code must be zero all the same.
-        place, real = places(GROUPS * WIDTH, WIDTH, BLOCK)
-        code = tl.where((place < limit).reshape([GROUPS, WIDTH]), code, 0)
-    store_codes(codes, code, limit, BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, ELEMENT == INT)
+        place, real = places(TILE, 1)
+        code = tl.where((place < limit).reshape([TILE.groups, TILE.width]), code, 0)
+    store_codes(codes, code, limit, BITS, TILE, WORDS, ELEMENT == INT)

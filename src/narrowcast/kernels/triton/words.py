@@ -13,27 +13,29 @@ from narrowcast.kernels.triton.codes import NATIVE, as_float
 
 
 @triton.jit
-def places(COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Where COUNT things lie that come in blocks of BLOCK, padded to WIDTH; and which are no padding."""
-    index = tl.arange(0, COUNT)
-    if WIDTH == BLOCK:
+def places(TILE: tl.constexpr, SIZE: tl.constexpr):
+    """Where units of SIZE elements lie that come in blocks, padded to the tile's width; and which are no padding."""
+    width: tl.constexpr = TILE.width // SIZE
+    block: tl.constexpr = TILE.block // SIZE
+    index = tl.arange(0, TILE.groups * TILE.width // SIZE)
+    if width == block:
         place = index
         real = index >= 0
     else:
-        place = index // WIDTH * BLOCK + index % WIDTH
-        real = index % WIDTH < BLOCK
+        place = index // width * block + index % width
+        real = index % width < block
     return place, real
 
 
 @triton.jit
-def load_units(ptr, limit, SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-               MASKED: tl.constexpr, EDGE: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
+def load_units(ptr, limit, SIZE: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.constexpr):
     """The tile's codes in units of SIZE codes each, STRIDE pointer steps apart."""
-    place, real = places(GROUPS * WIDTH // SIZE, WIDTH // SIZE, BLOCK // SIZE)
-    if MASKED:
+    edge: tl.constexpr = TILE.edge
+    place, real = places(TILE, SIZE)
+    if TILE.masked:
         count = (limit + (SIZE - 1)) // SIZE
-        if EDGE % SIZE == 0:
-            count = tl.multiple_of(count, EDGE // SIZE)
+        if edge % SIZE == 0:
+            count = tl.multiple_of(count, edge // SIZE)
         units = tl.load(ptr + place * STRIDE, mask=real & (place < count), other=0)
     else:
         units = tl.load(ptr + place * STRIDE)
@@ -41,17 +43,16 @@ def load_units(ptr, limit, SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def load_codes(ptr, limit, BITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-               MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr, CLEAN: tl.constexpr):  # fmt: skip
-    """The tile's codes as integers [GROUPS, WIDTH]; those of 16 and 32 bits as they lie in memory.
+def load_codes(ptr, limit, BITS: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr, CLEAN: tl.constexpr):
+    """The tile's codes as integers [groups, width]; those of 16 and 32 bits as they lie in memory.
 
     Where CLEAN is false, the bits above a code are left as they come.
     """
     if BITS == 16 or BITS == 32:
-        codes = load_units(ptr, limit, 1, GROUPS, BLOCK, WIDTH, MASKED, EDGE, 1)
+        codes = load_units(ptr, limit, 1, 1, TILE)
     elif BITS & (BITS - 1) == 0:
         held: tl.constexpr = 32 if WORDS else 8
-        codes = load_units(ptr, limit, held // BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, 1).to(tl.int32)
+        codes = load_units(ptr, limit, held // BITS, 1, TILE).to(tl.int32)
         for level in tl.static_range(5):
             if (16 >> level) >= BITS and (16 >> level) < held:
                 codes = tl.join(codes, codes >> (16 >> level))
@@ -60,14 +61,14 @@ def load_codes(ptr, limit, BITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.c
     else:
         # Eight codes in BITS bytes.
         kind = tl.int32 if BITS == 3 else tl.int64
-        codes = load_units(ptr, limit, 8, GROUPS, BLOCK, WIDTH, MASKED, EDGE, BITS).to(kind)
+        codes = load_units(ptr, limit, 8, BITS, TILE).to(kind)
         for byte in tl.static_range(1, BITS):
-            more = load_units(ptr + byte, limit, 8, GROUPS, BLOCK, WIDTH, MASKED, EDGE, BITS).to(kind)
-            codes = codes | (more << (8 * byte))
+            next_byte = load_units(ptr + byte, limit, 8, BITS, TILE).to(kind)
+            codes = codes | (next_byte << (8 * byte))
         codes = tl.join(codes, codes >> (4 * BITS))
         codes = tl.join(codes, codes >> (2 * BITS))
         codes = (tl.join(codes, codes >> BITS) & ((1 << BITS) - 1)).to(tl.int32)
-    return codes.reshape([GROUPS, WIDTH])
+    return codes.reshape([TILE.groups, TILE.width])
 
 
 # -- small whole numbers, straight to fp32 ----------------------------------------------------------------------------
@@ -105,12 +106,10 @@ def join_eight(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def load_whole(ptr, zeros, limit, BITS: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-               WIDTH: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
-    """INT codes (HALF set) or AFFINE codes less their zero point, as fp32 whole numbers [GROUPS, WIDTH]."""
+def load_whole(ptr, zeros, limit, BITS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr):
+    """INT codes (HALF set) or AFFINE codes less their zero point, as fp32 whole numbers [groups, width]."""
     if WORDS and BITS > 1:
-        words = load_units(ptr, limit, 32 // BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, 1)
-        words = words.reshape([GROUPS, WIDTH * BITS // 32])
+        words = load_units(ptr, limit, 32 // BITS, 1, TILE).reshape([TILE.groups, TILE.width * BITS // 32])
         offset = zeros[:, None].to(tl.int32)
         if BITS == 8:
             even = tl.join(field(words, offset, 0, 8, HALF), field(words >> 16, offset, 0, 8, HALF))
@@ -132,9 +131,9 @@ def load_whole(ptr, zeros, limit, BITS: tl.constexpr, HALF: tl.constexpr, GROUPS
                 field(words, offset, 4, 2, HALF), field(words, offset, 6, 2, HALF),
                 field(words, offset, 8, 2, HALF), field(words, offset, 10, 2, HALF),
                 field(words, offset, 12, 2, HALF), field(words, offset, 14, 2, HALF))  # fmt: skip
-        whole = whole.reshape([GROUPS, WIDTH])
+        whole = whole.reshape([TILE.groups, TILE.width])
     else:
-        codes = load_codes(ptr, limit, BITS, GROUPS, BLOCK, WIDTH, MASKED, EDGE, WORDS, True)
+        codes = load_codes(ptr, limit, BITS, TILE, WORDS, True)
         whole = as_float(codes ^ (0x4B000000 | HALF)) - (8388608 + HALF + zeros[:, None]).to(tl.float32)
     return whole
 
@@ -163,14 +162,13 @@ def signed_bytes(word):
 
 
 @triton.jit
-def load_bytewise(ptr, limit, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
-                  EDGE: tl.constexpr):  # fmt: skip
-    """16 times the integers of 4-bit INT codes, as fp32 numbers [GROUPS, WIDTH], a byte at a time.
+def load_bytewise(ptr, limit, TILE: tl.constexpr):
+    """16 times the integers of 4-bit INT codes, as fp32 numbers [groups, width], a byte at a time.
 
     Slower than other ways on its own, since conversions run at an eighth of the rate; but it takes fewer instructions,
-    of a kind that nothing else here uses. So a sum over ranks does some of its ranks this way: see `gpu_plan.BYTEWISE`.
+    of a kind that nothing else here uses. So a sum over ranks does some of its ranks this way: see `cuts.BYTEWISE`.
     """
-    words = load_units(ptr, limit, 8, GROUPS, BLOCK, WIDTH, MASKED, EDGE, 1).reshape([GROUPS, WIDTH // 8])
+    words = load_units(ptr, limit, 8, 1, TILE).reshape([TILE.groups, TILE.width // 8])
     a, c, e, g = signed_bytes((words << 4) & -0x0F0F0F10)
     b, d, f, h = signed_bytes(words & -0x0F0F0F10)
-    return join_eight(a, b, c, d, e, f, g, h).reshape([GROUPS, WIDTH])
+    return join_eight(a, b, c, d, e, f, g, h).reshape([TILE.groups, TILE.width])

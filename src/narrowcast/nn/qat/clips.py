@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import QuantizeError, SpecError
-from narrowcast.kernels.fake import fake_quantize
+from narrowcast.kernels.operators.fake_quantize import fake_quantize
 from narrowcast.nn.qat.grids import CodecGrid
 
 STARTS = ("max", "percentile", "mse")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import CalibrationError, QuantizeError
-from narrowcast.kernels.fake import fake_quantize
+from narrowcast.kernels.operators.fake_quantize import fake_quantize
 from narrowcast.nn.modules.base import Held, as_parameter, become, hold
 from narrowcast.nn.qat.fake_quantize import FakeQuantize
 from narrowcast.nn.qat.grids import write_rows

@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from narrowcast.codecs.rules import CodecLike
 from narrowcast.errors import CalibrationError, ClipWarning, ShapeError, SpecError
 from narrowcast.kernels import operators
-from narrowcast.kernels.fake import fake_quantize
 from narrowcast.kernels.layout import Grid
+from narrowcast.kernels.operators.fake_quantize import fake_quantize
 from narrowcast.nn import state as extra_state
 from narrowcast.nn.modules.base import keep_dtype
 from narrowcast.nn.qat.clips import check_start, clip_of, scale_of

@@ -27,9 +27,9 @@ from torch.func import jvp, vjp
 
 from narrowcast.errors import ShapeError
 from narrowcast.kernels import operators
-from narrowcast.kernels.derivatives import remember_tensors
-from narrowcast.kernels.fake import fake_quantize
-from narrowcast.kernels.integer import integer_linear
+from narrowcast.kernels.operators.derivatives import remember_tensors
+from narrowcast.kernels.operators.fake_quantize import fake_quantize
+from narrowcast.kernels.operators.integer import integer_linear
 from narrowcast.nn.modules.base import OneWeight, as_bytes, keep_dtype
 from narrowcast.nn.modules.conv import Conv1d, Conv2d, Conv3d, Convolution
 from narrowcast.nn.modules.linear import Linear, as_autocast, linear_on_rows

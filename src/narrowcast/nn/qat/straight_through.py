@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowcast.kernels import fake, operators
+from narrowcast.kernels import operators
+from narrowcast.kernels.arguments import FLOAT32, FLOATS
 from narrowcast.kernels.layout import Grid
+from narrowcast.kernels.operators import fake_quantize as fake
 from narrowcast.nn.qat.clips import scale_of
 from narrowcast.nn.qat.normalize import moments, through_moments
 
@@ -38,7 +40,7 @@ class Way(NamedTuple):
 def quantized(x: Tensor, alpha: Tensor, way: Way) -> Tensor | None:
     """x on the grid of `way`, in x's own dtype; None if this takes more than one node."""
     plain = type(x) is Tensor or type(x) is nn.Parameter
-    dtypes = fake.DTYPES if way.normalize is None else (torch.float32,)
+    dtypes = FLOATS if way.normalize is None else FLOAT32
     fixed = alpha.detach()
     plain = plain and x.dtype in dtypes and x.numel() > 0
     if not plain or not operators.unwatched(fixed) or x.is_neg() or not surely_good(fixed):

@@ -85,7 +85,7 @@ int32_t encode_large(const Kernels& k, const Spec& spec, Floats row, uint8_t* ou
 #define NC_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-NC_EXPORT int32_t nc_abi() { return 4; }
+NC_EXPORT int32_t nc_abi() { return 5; }
 
 // The best of plain (0), avx2 (1) and avx512 (2) that this CPU runs.
 NC_EXPORT int32_t nc_best_isa() {
@@ -158,26 +158,28 @@ NC_EXPORT int32_t nc_decode(const Spec* spec, const uint8_t* data, int64_t strid
     });
 }
 
-NC_EXPORT int32_t nc_sum(const Spec* spec, const uint8_t* data, int64_t stride, int64_t ranks, const void* own,
-                         int32_t own_dtype, int64_t own_rank, int64_t divisor, void* out, int32_t dtype, int32_t threads,
-                         int32_t isa) {
+NC_EXPORT int32_t nc_decode_sum(const Spec* spec, const uint8_t* data, int64_t stride, int64_t ranks, const void* own,
+                                int32_t own_dtype, int64_t own_rank, int64_t divisor, void* out, int32_t dtype,
+                                int32_t threads, int32_t isa) {
     const Kernels& k = *kernels(isa);
     Parts parts(*spec, spec->group_size <= CHUNK);
     return parallel(parts.count, threads, [&](int64_t part) {
         int64_t begin = part * parts.size, count = std::min(parts.size, spec->numel - begin);
-        k.sum(*spec, data, stride, ranks, Floats{own, own_dtype}, own_rank, divisor, begin, count, out, dtype);
+        k.decode_sum(*spec, data, stride, ranks, Floats{own, own_dtype}, own_rank, divisor, begin, count, out, dtype);
     });
 }
 
-NC_EXPORT int32_t nc_reduce(const Spec* spec, const uint8_t* data, int64_t stride, int64_t ranks, const void* own,
-                            int32_t own_dtype, int64_t own_rank, int64_t divisor, uint8_t* out, uint64_t seed,
-                            int32_t threads, int32_t isa) {
+NC_EXPORT int32_t nc_decode_sum_encode(const Spec* spec, const uint8_t* data, int64_t stride, int64_t ranks,
+                                       const void* own, int32_t own_dtype, int64_t own_rank, int64_t divisor, uint8_t* out,
+                                       uint64_t seed, int32_t threads, int32_t isa) {
     const Kernels& k = *kernels(isa);
     uint64_t key = mix64(mix64(seed));
     if (spec->group_size > CHUNK) {
         try {
             std::vector<float> total(size_t(spec->numel));
-            if (nc_sum(spec, data, stride, ranks, own, own_dtype, own_rank, divisor, total.data(), F32, threads, isa)) return 1;
+            const int32_t failed = nc_decode_sum(spec, data, stride, ranks, own, own_dtype, own_rank, divisor, total.data(),
+                                                 F32, threads, isa);
+            if (failed) return failed;
             clear_gaps(*spec, out);
             return encode_large(k, *spec, Floats{total.data(), F32}, out, key, threads);
         } catch (...) {
@@ -192,8 +194,8 @@ NC_EXPORT int32_t nc_reduce(const Spec* spec, const uint8_t* data, int64_t strid
         std::vector<float> scratch(size_t(std::min(size, spec->numel)));
         int64_t end = std::min((part + 1) * parts.size, spec->numel);
         for (int64_t begin = part * parts.size; begin < end; begin += size) {
-            k.reduce(*spec, data, stride, ranks, Floats{own, own_dtype}, own_rank, divisor, begin,
-                     std::min(size, end - begin), scratch.data(), out, key);
+            k.decode_sum_encode(*spec, data, stride, ranks, Floats{own, own_dtype}, own_rank, divisor, begin,
+                                std::min(size, end - begin), scratch.data(), out, key);
         }
     });
 }

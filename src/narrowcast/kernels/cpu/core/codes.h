@@ -1,7 +1,7 @@
 // Floats and codes, one piece (up to 64 elements of one group) at a time.
 //
 // `quantize` turns PIECE floats into PIECE codes, one byte each, high bits zero; `dequantize` turns them back.
-// Both run over whole pieces: callers pad. How a code is chosen is written in ../reference.py.
+// Both run over whole pieces: callers pad. How a code is chosen is written in kernels/reference/codes.py.
 
 #pragma once
 #include "bits.h"
@@ -15,7 +15,7 @@ inline float clamp(float x, float low, float high) {
     return x > low ? x : low;
 }
 
-// Stochastic rounding's number in [0, 1) for each element of a row; see ../draws.py.
+// Stochastic rounding's number in [0, 1) for each element of a row; see kernels/reference/draws.py.
 struct Dice {
     uint64_t row_key;
 

@@ -1,6 +1,6 @@
 // The C ABI of the native core, and the table of functions that each instruction set provides.
 //
-// What the operations mean is written in ../reference.py; this core returns the same bytes. It knows nothing of
+// What the operations mean is written in kernels/reference/; this core returns the same bytes. It knows nothing of
 // torch: rows come as pointers and strides, and everything that depends on the format alone comes ready in a Spec.
 
 #pragma once
@@ -12,7 +12,7 @@ enum Element : int32_t { FP32, FP16, BF16, E4M3, E5M2, SIGN, INT, AFFINE, LEVELS
 enum Scale : int32_t { NO_SCALE, SCALE_FP32, SCALE_BF16, SCALE_FP16, SCALE_E8M0 };
 enum Dtype : int32_t { F32, F16, B16, F64 };
 
-// A codec and the layout of one row. Mirrors `Spec` in native.py, field by field.
+// A codec and the layout of one row. Mirrors `Spec` in binding.py, field by field.
 struct Spec {
     int32_t element, bits, scale, stochastic;
     int32_t signed_scale, reserved;
@@ -52,7 +52,6 @@ struct Scaling {
 constexpr int64_t CHUNK = 65536;
 
 struct Kernels {
-    const char* name;
     // Whole groups, measured, settled and quantized.
     void (*encode)(const Spec&, Floats row, int64_t begin, int64_t count, uint8_t* out, uint64_t key);
     // The same in three steps, for a group that is larger than CHUNK.
@@ -60,11 +59,12 @@ struct Kernels {
     void (*settle)(const Spec&, Batch&, int64_t group, int64_t groups, int64_t last_count, uint8_t* out);
     void (*quantize)(const Spec&, Floats row, int64_t begin, int64_t count, Scaling, uint8_t* out, uint64_t key);
     void (*decode)(const Spec&, const uint8_t* data, int64_t begin, int64_t count, void* out, int32_t dtype);
-    void (*sum)(const Spec&, const uint8_t* data, int64_t stride, int64_t ranks, Floats own, int64_t own_rank,
-                int64_t divisor, int64_t begin, int64_t count, void* out, int32_t dtype);
+    void (*decode_sum)(const Spec&, const uint8_t* data, int64_t stride, int64_t ranks, Floats own, int64_t own_rank,
+                       int64_t divisor, int64_t begin, int64_t count, void* out, int32_t dtype);
     // Sums whole groups into `scratch` [count] and encodes them from there.
-    void (*reduce)(const Spec&, const uint8_t* data, int64_t stride, int64_t ranks, Floats own, int64_t own_rank,
-                   int64_t divisor, int64_t begin, int64_t count, float* scratch, uint8_t* out, uint64_t key);
+    void (*decode_sum_encode)(const Spec&, const uint8_t* data, int64_t stride, int64_t ranks, Floats own,
+                              int64_t own_rank, int64_t divisor, int64_t begin, int64_t count, float* scratch,
+                              uint8_t* out, uint64_t key);
 };
 
 // One multiplication of vectors x with encoded rows, in the rows' order: out[b, row] = x[b] . row + bias[row].

@@ -104,8 +104,8 @@ void decode(const Spec& spec, const uint8_t* data, int64_t begin, int64_t count,
     dispatch(spec, Decode{spec, data, begin, count, out, dtype, 0});
 }
 
-void sum(const Spec& spec, const uint8_t* data, int64_t stride, int64_t ranks, Floats own, int64_t own_rank,
-         int64_t divisor, int64_t begin, int64_t count, void* out, int32_t dtype) {
+void decode_sum(const Spec& spec, const uint8_t* data, int64_t stride, int64_t ranks, Floats own, int64_t own_rank,
+                int64_t divisor, int64_t begin, int64_t count, void* out, int32_t dtype) {
     alignas(64) float total[SPAN];
     for (int64_t i = begin; i < begin + count; i += SPAN) {
         int64_t n = std::min(SPAN, begin + count - i);
@@ -114,8 +114,9 @@ void sum(const Spec& spec, const uint8_t* data, int64_t stride, int64_t ranks, F
     }
 }
 
-void reduce(const Spec& spec, const uint8_t* data, int64_t stride, int64_t ranks, Floats own, int64_t own_rank,
-            int64_t divisor, int64_t begin, int64_t count, float* scratch, uint8_t* out, uint64_t key) {
+void decode_sum_encode(const Spec& spec, const uint8_t* data, int64_t stride, int64_t ranks, Floats own,
+                       int64_t own_rank, int64_t divisor, int64_t begin, int64_t count, float* scratch, uint8_t* out,
+                       uint64_t key) {
     for (int64_t i = 0; i < count; i += SPAN) {
         sum_span(spec, data, stride, ranks, own, own_rank, divisor, begin + i, std::min(SPAN, count - i), scratch + i);
     }
@@ -128,10 +129,8 @@ void reduce(const Spec& spec, const uint8_t* data, int64_t stride, int64_t ranks
 
 #define NC_PASTE(a, b) a##b
 #define NC_NAMED(isa) NC_PASTE(kernels_, isa)
-#define NC_TEXT(a) #a
-#define NC_STRING(a) NC_TEXT(a)
 
 namespace nc {
 extern const Kernels NC_NAMED(NC_ISA);
-const Kernels NC_NAMED(NC_ISA) = {NC_STRING(NC_ISA), ::encode, ::measure, ::settle, ::quantize, ::decode, ::sum, ::reduce};
+const Kernels NC_NAMED(NC_ISA) = {::encode, ::measure, ::settle, ::quantize, ::decode, ::decode_sum, ::decode_sum_encode};
 }  // namespace nc

@@ -23,15 +23,11 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from narrowcast.errors import DtypeError, GradientError, ShapeError
-from narrowcast.kernels import operators
-from narrowcast.kernels.declare import Operator, declare
-from narrowcast.kernels.derivatives import Rule, batched, differentiable, remember_tensors
+from narrowcast.kernels.arguments import FLOATS, MOST_LEVELS
 from narrowcast.kernels.layout import Grid
-
-__all__ = ["Grid", "fake_quantize"]
-
-MOST_LEVELS = 256
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+from narrowcast.kernels.operators.declare import declare, schema_of
+from narrowcast.kernels.operators.derivatives import Rule, batched, differentiable, remember_tensors
+from narrowcast.kernels.operators.dispatch import kernel_for, unwatched
 
 
 def fake_quantize(x: Tensor, scale: Tensor, grid: Grid, axis: int | None) -> Tensor:
@@ -40,7 +36,7 @@ def fake_quantize(x: Tensor, scale: Tensor, grid: Grid, axis: int | None) -> Ten
     if not grid.uniform and grid.levels.shape[0] > MOST_LEVELS:
         raise ShapeError(f"grid: {len(grid.levels)} levels, and a table has at most {MOST_LEVELS}: codes have 8 bits.")
     scale = scale.float()
-    if operators.unwatched(x) and operators.unwatched(scale):
+    if unwatched(x) and unwatched(scale):
         if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad):
             return _StraightThrough.apply(x, scale, *grid, place)  # type: ignore[no-any-return, no-untyped-call]
         return forward(x, scale, *grid, place)
@@ -49,7 +45,7 @@ def fake_quantize(x: Tensor, scale: Tensor, grid: Grid, axis: int | None) -> Ten
 
 def _check(x: Tensor, scale: Tensor, axis: int | None) -> int:
     """The axis as operators take it: never negative, but -1 for None."""
-    if x.dtype not in DTYPES:
+    if x.dtype not in FLOATS:
         raise DtypeError(
             f"x has dtype {x.dtype}: fake quantization takes float32, float16, bfloat16 and float64. "
             "Integers have no gradient; convert first with x.float()."
@@ -76,10 +72,13 @@ def forward(x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, unifor
     """y. Arguments are trusted; axis is -1 for one scale. No gradient: see `fake_quantize`."""
     out = torch.empty_like(x)
     if x.numel():
-        kernel, shape = operators.kernel_for(x.device.type), _slices(out, axis)
+        kernel, shape = kernel_for(x.device.type), _slice_shape(out, axis)
         kernel.fresh(out)
         kernel.fake_quantize(
-            _seen(out, shape), _seen(_laid_out_as(x, out), shape), _flat(scale), Grid(levels, thresholds, uniform)
+            _view_slices(out, shape),
+            _view_slices(_match_layout(x, out), shape),
+            _flatten_scale(scale),
+            Grid(levels, thresholds, uniform),
         )
     return out
 
@@ -92,15 +91,17 @@ def backward(
     if not x.numel():
         dscale.zero_()
     else:
-        kernel, shape = operators.kernel_for(x.device.type), _slices(dx, axis)
+        kernel, shape = kernel_for(x.device.type), _slice_shape(dx, axis)
         kernel.fresh(dx)
-        sources = _seen(_laid_out_as(grad, dx), shape), _seen(_laid_out_as(x, dx), shape)
+        sources = _view_slices(_match_layout(grad, dx), shape), _view_slices(_match_layout(x, dx), shape)
         grid = Grid(levels, thresholds, uniform)
-        kernel.fake_gradients(_seen(dx, shape), _flat(dscale), *sources, _flat(scale), grid)
+        kernel.fake_quantize_backward(
+            _view_slices(dx, shape), _flatten_scale(dscale), *sources, _flatten_scale(scale), grid
+        )
     return dx, dscale
 
 
-def _slices(x: Tensor, axis: int) -> tuple[int, int, int]:
+def _slice_shape(x: Tensor, axis: int) -> tuple[int, int, int]:
     """A dense tensor's [outer, channels, inner]; the channels are the slices along `axis`, or all is one."""
     if axis < 0 or x.shape[axis] == 1:
         return 1, 1, x.numel()
@@ -108,25 +109,25 @@ def _slices(x: Tensor, axis: int) -> tuple[int, int, int]:
     return x.numel() // (channels * inner), channels, inner
 
 
-def _seen(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
+def _view_slices(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """Dense memory as [outer, channels, inner]."""
     return x.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
 
 
-def _flat(scale: Tensor) -> Tensor:
+def _flatten_scale(scale: Tensor) -> Tensor:
     return scale.resolve_neg() if scale.dim() == 1 and scale.is_contiguous() else scale.reshape(-1).contiguous()
 
 
-def _laid_out_as(x: Tensor, out: Tensor) -> Tensor:
+def _match_layout(x: Tensor, out: Tensor) -> Tensor:
     """`x` with the strides of `out`; copied where it has others, or where memory holds the opposite of what x shows."""
     return x if x.stride() == out.stride() and not x.is_neg() else torch.empty_like(out, dtype=x.dtype).copy_(x)
 
 
-def _shape(x: Tensor, *rest: object) -> Tensor:
+def _new_like(x: Tensor, *rest: object) -> Tensor:
     return torch.empty_like(x)
 
 
-def _backward_shape(grad: Tensor, x: Tensor, scale: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+def _new_gradients(grad: Tensor, x: Tensor, scale: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
 
 
@@ -144,17 +145,17 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _tangents(ctx: Any, of_x: Tensor | None, of_scale: Tensor | None, *rest: None) -> Tensor:
     """The same rule the other way: of x inside the clips, of a scale q - v inside and q beyond."""
     (x, scale, levels, thresholds), (_, axis) = ctx.saved_tensors, ctx.rest
-    each = scale.reshape(_along(x, axis))
+    each = scale.reshape(_scale_shape(x, axis))
     v = x.float() * (1 / each)
     inside = (levels[0] <= v) & (v <= levels[-1])
     total = torch.zeros_like(v) if of_x is None else torch.where(inside, of_x.float(), 0.0)
     if of_scale is not None:
         q = torch.ops.narrowcast.fake_quantize(x.float(), scale, levels, thresholds, *ctx.rest) / each
-        total = total + torch.where(inside, q - v, q) * of_scale.float().reshape(_along(x, axis))
+        total = total + torch.where(inside, q - v, q) * of_scale.float().reshape(_scale_shape(x, axis))
     return total.to(x.dtype)
 
 
-def _along(x: Tensor, axis: int) -> list[int]:
+def _scale_shape(x: Tensor, axis: int) -> list[int]:
     """The shape in which one scale for each slice along `axis` meets x."""
     return [-1 if place == axis else 1 for place in range(x.dim())]
 
@@ -168,7 +169,7 @@ def _refuse(ctx: Any, *grads: object) -> Any:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The operator without its dispatcher, which takes longer than a small layer's weights do."""
+    """The operator without torch's dispatcher, which would take longer than the weights of a small layer."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, *inputs: object) -> Tensor:
@@ -177,13 +178,13 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-        if torch.is_grad_enabled():  # create_graph=True: leave it to the operator to refuse a second time
+        if torch.is_grad_enabled():  # create_graph=True: the operator refuses a second derivative
             return _gradients(ctx, grad)
         return *backward(grad.resolve_neg(), *ctx.saved_tensors, *ctx.rest), None, None, None, None
 
 
 def _remember_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Nothing is asked again."""
+    """`_refuse` needs nothing."""
 
 
 def _batch_of_x(x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, uniform: bool, axis: int) -> Tensor:
@@ -191,13 +192,9 @@ def _batch_of_x(x: Tensor, scale: Tensor, levels: Tensor, thresholds: Tensor, un
     return torch.ops.narrowcast.fake_quantize(x, scale, levels, thresholds, uniform, place)  # type: ignore[no-any-return]
 
 
-_REST = "Tensor x, Tensor scale, Tensor levels, Tensor thresholds, bool uniform, int axis"
-OPERATORS: list[Operator] = [
-    ("fake_quantize", f"({_REST}) -> Tensor", forward, _shape),
-    ("fake_quantize_backward", f"(Tensor grad, {_REST}) -> (Tensor, Tensor)", backward, _backward_shape),
-]
-_library = declare(OPERATORS)
-differentiable("fake_quantize", Rule(_remember, _gradients, _tangents), _library)
-differentiable("fake_quantize_backward", Rule(_remember_nothing, _refuse, _refuse), _library)
-batched("fake_quantize", _batch_of_x, _library)
-batched("fake_quantize_backward", None, _library)
+declare("fake_quantize", schema_of(forward), forward, _new_like)
+declare("fake_quantize_backward", schema_of(backward), backward, _new_gradients)
+differentiable("fake_quantize", Rule(_remember, _gradients, _tangents))
+differentiable("fake_quantize_backward", Rule(_remember_nothing, _refuse, _refuse))
+batched("fake_quantize", _batch_of_x)
+batched("fake_quantize_backward", None)

@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from test_cuda_emulated import CPU, Case, emulator, hold, host
 
-from narrowcast.kernels.cuda import choose
-from narrowcast.kernels.cuda import slices as gpu_linear_slices
-from narrowcast.kernels.cuda.slices import Slices
+from narrowcast.kernels.cuda.formats import KINDS, block_of, codes_of
+from narrowcast.kernels.cuda.launch import launch_slices
+from narrowcast.kernels.cuda.slices import Slices, choose_slices, divide, fits
 from narrowcast.kernels.layout import Recipe
 
 __all__ = ["emulator", "host"]  # fixtures
@@ -58,23 +58,23 @@ CASES = [
 
 def divided(case: Case, division: Division, recipe: Recipe, n: int, k: int) -> Slices:
     """For two blocks to each slice, where there are rows for them."""
-    codes, block = choose.codes_of(recipe.format), choose._block(recipe.format, k)
+    codes, block = codes_of(recipe.format), block_of(recipe.format, k)
     assert codes is not None
-    assert gpu_linear_slices.fits(codes, block)
-    kind, bias = choose.KINDS[case.dtype], -1 if case.bias is None else choose.KINDS[case.bias]
+    assert fits(codes, block)
+    kind, bias = KINDS[case.dtype], -1 if case.bias is None else KINDS[case.bias]
     scale, tiles = int(recipe.format.scale), -(-case.batch // 8)
     common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": scale, "BLOCK": block, "UNROLL": 1}
     if division.team == 4:
         tiles = next(count for count in (2, 4, 8) if tiles <= count)
     team, *rest, parts = division
-    found = gpu_linear_slices.divide(common, team, tiles, *rest, parts, n, k, 2 * parts, 200 << 10)
+    found = divide(common, team, tiles, *rest, parts, n, k, 2 * parts, 200 << 10)
     assert found is not None
     return found
 
 
 def launch(slices: Slices, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
     out = torch.empty(len(x), len(data), dtype=x.dtype)
-    gpu_linear_slices.launch(slices, out, x, data, recipe, choose.levels_of(recipe, x.dtype, CPU), bias)
+    launch_slices(slices, out, x, data, recipe, bias)
     return out
 
 
@@ -93,12 +93,12 @@ def test_each_division_is_exact_where_sums_are_and_nan_stays_in_its_row(case: Ca
 @pytest.mark.parametrize("spec", ["int8:block=row", "int8", "int4:block=128", "int4", "nf4"])
 def test_every_layer_of_a_model_has_a_plan_that_fits(spec: str, batch: int, hopper: bool) -> None:
     format = nc.codec(spec)._recipe(CPU).format
-    codes = choose.codes_of(format)
+    codes = codes_of(format)
     assert codes is not None
     room, table = 227 << 10 if hopper else 163 << 10, 32 << 10 if codes >= 2 else 0
     for n, k in ((1, 256), (4096, 4096), (22016, 4096), (32000, 4096), (4096, 11008), (8192, 28672), (1024, 8192)):
         sizes = (batch, n, k, 2, -1, 132, room, hopper)
-        slices = gpu_linear_slices.plan(codes, choose._block(format, k), int(format.scale), *sizes)
+        slices = choose_slices(codes, block_of(format, k), int(format.scale), *sizes)
         assert slices is not None
         assert slices.shared + table <= room
         assert slices.grid <= max(132, slices.parts)
@@ -110,6 +110,6 @@ def test_every_layer_of_a_model_has_a_plan_that_fits(spec: str, batch: int, hopp
 @pytest.mark.parametrize(("spec", "dtype"), [("int4:block=96", 2), ("int8:block=16,scale=bf16", 2), ("int8", 0)])
 def test_what_slices_cannot_do_is_left_to_others(spec: str, dtype: int) -> None:
     format = nc.codec(spec)._recipe(CPU).format
-    codes = choose.codes_of(format)
+    codes = codes_of(format)
     assert codes is not None
-    assert gpu_linear_slices.plan(codes, format.block, 2, 33, 64, 4096, dtype, -1, 132, 227 << 10, True) is None
+    assert choose_slices(codes, format.block, 2, 33, 64, 4096, dtype, -1, 132, 227 << 10, True) is None

@@ -4,44 +4,44 @@
 weights. Its meaning: decode W to fp32, multiply and add the bias in fp32, round once to x's dtype. It is an operator of
 its own, so that torch.compile neither breaks the graph there nor rewrites it, and it is differentiable in x and bias.
 
-A kernel may take a call or leave it (`Kernel.linear` returns False: a format or a batch that it is not made for). Then
-W is decoded and multiplied tile by tile, in x's own dtype (fp16 on a CPU: in fp32), never whole: the same numbers but
-for one more rounding of each weight where x is fp16 or bf16. Sums run in an order that depends on shapes, dtypes and
-the machine alone, so the same call gives the same bits.
+A kernel may decline a call: `Kernel.linear` returns False for a format or a batch that it is not made for. Then W is
+decoded and multiplied tile by tile, never whole, in x's own dtype (fp16 on a CPU: in fp32). The result is the same but
+for one more rounding of each weight where x is fp16 or bf16. The order of sums depends on shapes, dtypes and the
+machine alone, so the same call gives the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowcast.errors import ShapeError
-from narrowcast.kernels import operators
-from narrowcast.kernels.declare import Operator, declare
-from narrowcast.kernels.derivatives import Rule, batched, differentiable, remember_tensors
-from narrowcast.kernels.layout import Format, Recipe
+from narrowcast.kernels.layout import Count, Recipe
+from narrowcast.kernels.operators.declare import declare, schema_of
+from narrowcast.kernels.operators.derivatives import Rule, batched, differentiable, remember_tensors
+from narrowcast.kernels.operators.dispatch import kernel_for, unwatched
 
 TILES = {"cpu": 1 << 22, "cuda": 1 << 25}
 """Weights decoded at a time where no kernel multiplies them as they are. On a GPU small tiles cost launches."""
 
 
 def linear(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
-    """What modules call: the operator, or the short way round the dispatcher where nobody is watching.
+    """What modules call: the kernel directly where nobody watches, else the operator.
 
     A bias of one element counts for every output, as in torch's own `linear`.
     """
     if bias is not None and bias.shape != data.shape[:1]:
-        bias = _for_all(bias, data.shape[0])
+        bias = _spread_bias(bias, data.shape[0])
     wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    if not wanted and operators.unwatched(x) and not (bias is not None and bias.is_neg()):
-        return _linear(x, data, *recipe, bias)
+    if not wanted and unwatched(x) and not (bias is not None and bias.is_neg()):
+        return _multiply(x, data, recipe, bias)
     return torch.ops.narrowcast.linear(x, data, *recipe, bias)  # type: ignore[no-any-return]
 
 
-def _for_all(bias: Tensor, outputs: int) -> Tensor:
+def _spread_bias(bias: Tensor, outputs: int) -> Tensor:
     if bias.dim() > 1 or bias.numel() != 1:
         raise ShapeError(
             f"bias: expected one element for each of the {outputs} outputs, or one for all of them, got shape "
@@ -50,10 +50,8 @@ def _for_all(bias: Tensor, outputs: int) -> Tensor:
     return bias.reshape(1).expand(outputs)
 
 
-def _linear(
-    x: Tensor, data: Tensor, format: Sequence[int], peak: float, table: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    out = _linear_shape(x, data)
+def _multiply(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
+    out = _new_product(x, data)
     if out.numel() == 0:
         return out
     flat, matrix = x.resolve_neg() if x.is_neg() else x, out
@@ -61,15 +59,14 @@ def _linear(
         flat, matrix = flat.reshape(-1, x.shape[-1]), out.view(-1, data.shape[0])
     if bias is not None and bias.is_neg():
         bias = bias.resolve_neg()
-    recipe = Recipe(format if isinstance(format, Format) else Format(*format), peak, table)
-    if not operators.kernel_for(x.device.type).linear(matrix, flat, data, recipe, bias):
-        _in_tiles(matrix, flat, data, recipe, bias)
+    if not kernel_for(x.device.type).linear(matrix, flat, data, recipe, bias):
+        _multiply_tiles(matrix, flat, data, recipe, bias)
     return out
 
 
-def _in_tiles(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:
+def _multiply_tiles(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:
     x = x.to(_tile_dtype(x))
-    for first, weight in _tiles(data, x.shape[1], x.dtype, recipe):
+    for first, weight in _decode_tiles(data, x.shape[1], x.dtype, recipe):
         some = out[:, first : first + len(weight)]
         target = some if some.dtype == x.dtype else some.to(x.dtype)
         if bias is None:
@@ -85,38 +82,36 @@ def _tile_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype == torch.float16 and x.device.type == "cpu" else x.dtype
 
 
-def _tiles(data: Tensor, numel: int, dtype: torch.dtype, recipe: Recipe):  # type: ignore[no-untyped-def]
+def _decode_tiles(data: Tensor, numel: int, dtype: torch.dtype, recipe: Recipe) -> Iterator[tuple[int, Tensor]]:
     """The decoded weights, a few rows at a time, each with the number of its first row."""
     step = max(1, TILES.get(data.device.type, TILES["cpu"]) // max(numel, 1))
     for first in range(0, len(data), step):
         some = data[first : first + step]
         weight = torch.empty(len(some), numel, dtype=dtype, device=data.device)
-        operators.kernel_for(data.device.type).decode(weight, some, recipe)
+        kernel_for(data.device.type).decode(weight, some, recipe)
         yield first, weight
 
 
-def _linear_shape(x: Tensor, data: Tensor, *rest: object) -> Tensor:
+def _new_product(x: Tensor, data: Tensor, *rest: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], data.shape[0]))
 
 
 # -- the gradient of x: grad_x = grad_y W, summed over tiles in fp32 ------------------------------------------------
 
 
-def _backward(
-    grad: Tensor, data: Tensor, numel: int, format: Sequence[int], peak: float, table: Tensor | None
-) -> Tensor:
+def _multiply_backward(grad: Tensor, data: Tensor, numel: Count, recipe: Recipe) -> Tensor:
     flat = grad.reshape(-1, grad.shape[-1])
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     total = torch.zeros(len(flat), numel, dtype=wide, device=grad.device)
     flat = flat.to(_tile_dtype(grad))
     product = torch.empty(len(flat), numel, dtype=flat.dtype, device=grad.device)
-    for first, weight in _tiles(data, numel, flat.dtype, Recipe(Format(*format), peak, table)):
+    for first, weight in _decode_tiles(data, numel, flat.dtype, recipe):
         torch.mm(flat[:, first : first + len(weight)], weight, out=product)  # autocast leaves alone what has an `out`
         total += product
     return total.to(grad.dtype).view(*grad.shape[:-1], numel)
 
 
-def _backward_shape(grad: Tensor, data: Tensor, numel: int, *rest: object) -> Tensor:
+def _new_gradient(grad: Tensor, data: Tensor, numel: int, *rest: object) -> Tensor:
     return grad.new_empty((*grad.shape[:-1], numel))
 
 
@@ -166,17 +161,9 @@ def _tangents_backward(ctx: Any, of_grad: Tensor, *rest: None) -> Tensor:
     return torch.ops.narrowcast.linear_backward(of_grad, data, ctx.numel, *ctx.recipe, table)  # type: ignore[no-any-return]
 
 
-OPERATORS: list[Operator] = [
-    ("linear", f"(Tensor x, Tensor data, {operators.RECIPE}, Tensor? bias) -> Tensor", _linear, _linear_shape),
-    (
-        "linear_backward",
-        f"(Tensor grad, Tensor data, SymInt numel, {operators.RECIPE}) -> Tensor",
-        _backward,
-        _backward_shape,
-    ),
-]
-_library = declare(OPERATORS)
-differentiable("linear", Rule(_remember, _gradients, _tangents), _library)
-differentiable("linear_backward", Rule(_remember_backward, _gradients_backward, _tangents_backward), _library)
+declare("linear", schema_of(_multiply), _multiply, _new_product)
+declare("linear_backward", schema_of(_multiply_backward), _multiply_backward, _new_gradient)
+differentiable("linear", Rule(_remember, _gradients, _tangents))
+differentiable("linear_backward", Rule(_remember_backward, _gradients_backward, _tangents_backward))
 for _operator in (torch.ops.narrowcast.linear, torch.ops.narrowcast.linear_backward):
-    batched(_operator.__name__, _operator, _library)  # the dimensions in front of x's last are all a batch
+    batched(_operator.__name__, _operator)  # the dimensions in front of x's last are all a batch

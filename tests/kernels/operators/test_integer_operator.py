@@ -9,8 +9,8 @@ from torch import Tensor
 from narrowcast.errors import DtypeError, ShapeError
 from narrowcast.kernels import operators
 from narrowcast.kernels.cpu import binding
-from narrowcast.kernels.integer import LONGEST, integer_linear
 from narrowcast.kernels.operators import Kernel
+from narrowcast.kernels.operators.integer import LONGEST, integer_linear
 
 # The operator is the same on any kernel: machines without a compiler check it on the reference.
 pytestmark = pytest.mark.filterwarnings("ignore::narrowcast.errors.KernelWarning")

@@ -38,7 +38,7 @@ def fake(kernel: binding.Native, at_end: bool) -> int:
         x, grad, out = (guarded(torch.randn(shape).to(dtype), at_end) for _ in range(3))
         scale, dscale = (guarded(torch.ones(shape[1]), at_end) for _ in range(2))
         kernel.fake_quantize(out, x, scale, grid)
-        kernel.fake_gradients(out, dscale, grad, x, scale, grid)
+        kernel.fake_quantize_backward(out, dscale, grad, x, scale, grid)
         calls += 1
     return calls
 

@@ -1,7 +1,7 @@
 """The kernels of kernels/cuda, run on a CPU (emulated/device.py): each cut of the work, against fp64.
 
 Two kinds of numbers: small integers times powers of two, whose sums are exact in fp32, so that a result has but one
-right value; and Gaussian ones, within the bound of test_gpu_linear.py. Each launch runs with warps in order and in
+right value; and Gaussian ones, within the bound of sum_bound.py. Each launch runs with warps in order and in
 reverse, on guarded memory, and must give the same bits.
 """
 
@@ -22,11 +22,13 @@ from narrowcast.kernels.layout import ROW, SCALE_BYTES, Element, Recipe, Scale, 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from emulated.device import COMPILER, Broken, Emulator, Guarded
-from test_gpu_linear import bound
 
 from narrowcast.kernels import reference
 from narrowcast.kernels.cuda import choose, nvrtc
-from narrowcast.kernels.cuda.choose import Cut
+from narrowcast.kernels.cuda.cuts import Cut, choose_cut, fits, tile_cut
+from narrowcast.kernels.cuda.formats import KINDS, codes_of, sources
+from narrowcast.kernels.cuda.launch import launch_cut
+from sum_bound import bound
 
 if COMPILER is None:
     pytest.skip("g++ is not installed", allow_module_level=True)
@@ -158,12 +160,12 @@ def host(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cut_of(case: Case, recipe: Recipe, n: int, k: int) -> Cut:
-    """The cut of `plan` for the case's layer, with what the case changes, for n rows of k."""
-    codes = choose.codes_of(recipe.format)
+    """The cut of `choose_cut` for the case's layer, with what the case changes, for n rows of k."""
+    codes = codes_of(recipe.format)
     assert codes is not None
-    kind, bias = choose.KINDS[case.dtype], -1 if case.bias is None else choose.KINDS[case.bias]
+    kind, bias = KINDS[case.dtype], -1 if case.bias is None else KINDS[case.bias]
     layer = case.layer or (n, k)
-    cut = choose.plan(codes, recipe.format, case.batch, *layer, kind, bias, 2)
+    cut = choose_cut(codes, recipe.format, case.batch, *layer, kind, bias, 2)
     assert cut is not None
     defines = dict(cut.defines) | case.cut
     if cut.name == "dot":
@@ -171,15 +173,15 @@ def cut_of(case: Case, recipe: Recipe, n: int, k: int) -> Cut:
         grid = min(cut.grid, -(-n // (teams * defines["ROWS"])))
         return Cut("dot", tuple(defines.items()), grid, 32 * teams * parts, -(-k // 512) * 2048)
     wide, tiles, *rest = [defines.pop(key) for key in ("WIDE", "TILES", "TALL", "KS", "RESIDENT")]
-    assert choose._fits(codes, defines["BLOCK"], tiles, wide)
-    made = choose.tile_cut(defines, codes, wide, tiles, *rest, n, k, cut.grid)
-    assert made is not None
-    return made
+    assert fits(codes, defines["BLOCK"], tiles, wide)
+    cut_again = tile_cut(defines, codes, wide, tiles, *rest, n, k, cut.grid)
+    assert cut_again is not None
+    return cut_again
 
 
 def launch(cut: Cut, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
     out = torch.empty(len(x), len(data), dtype=x.dtype)
-    choose._launch(cut, out, x, data, recipe, bias)
+    launch_cut(cut, out, x, data, recipe, bias)
     return out
 
 
@@ -203,7 +205,7 @@ def levels(recipe: Recipe) -> Tensor:
     every = torch.zeros(256, 16, dtype=torch.uint8)
     every[:, 0], every[:, 1] = torch.arange(256), 127  # a scale of 1
     scaled = recipe._replace(format=recipe.format._replace(block=ROW, scale=Scale.E8M0))
-    value = reference.decode(every, 8 // recipe.format.bits, scaled, torch.float64)
+    value = reference.decode(every, 8 // recipe.format.bits, torch.float64, scaled)
     return value.where(value.abs() <= 1, torch.nan)
 
 
@@ -236,7 +238,7 @@ def whole(case: Case, recipe: Recipe, n: int, k: int) -> tuple[Tensor, Tensor, T
 
 def exact(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
     """The one right result: every sum, in any order, is a whole number of units that 24 binary digits hold."""
-    weight = reference.decode(data.contiguous(), x.shape[1], as_read(recipe, x.dtype), torch.float64)
+    weight = reference.decode(data.contiguous(), x.shape[1], torch.float64, as_read(recipe, x.dtype))
     units = 1.0 if recipe.format.element == Element.INT else UNITS
     assert (weight * units).frac().eq(0).all()
     assert ((x.double().abs() @ weight.abs().t()).max() + 9) * units < 2**24
@@ -273,7 +275,7 @@ def hold(
     x, data, bias = gaussian(case, recipe, n, k)
     chosen = plan(n, k)
     clean = launch(chosen, x, data, recipe, bias)
-    right, allowed = bound(x, reference.decode(data, k, recipe, torch.float64), bias)
+    right, allowed = bound(x, reference.decode(data, k, torch.float64, recipe), bias)
     assert ((clean.double() - right).abs() <= allowed).all()
     # As few blocks as can do it all give the same bits, and a NaN stays in its row of W, or of x.
     spoiled = torch.zeros(case.batch, n, dtype=torch.bool)
@@ -337,7 +339,7 @@ def test_a_call_is_launched_as_planned_in_parts_of_a_batch_too(spec: str, batch:
     out = torch.empty(batch, 35, dtype=torch.bfloat16)
     # Guarded memory is aligned as CUDA's is; what torch has here need not be.
     x, data = (Guarded(x).tensor, Guarded(data).tensor)
-    assert choose._in_cuda(out, x, data, recipe, bias)
+    assert choose.linear(out, x, data, recipe, bias)
     assert torch.equal(out, exact(x, data, recipe, bias))
 
 
@@ -370,7 +372,7 @@ def run_body(emulator: Emulator, folder: Path, body: str, x: Tensor, y: Tensor) 
         f'extern "C" __global__ void own(const {kinds[x.dtype]}* x, int n, {kinds[y.dtype]}* y) '
         f"{{ extern __shared__ float s[]; {body} }}"
     )
-    instructions = choose.sources("tile")[0]
+    instructions = sources("tile")[0]
     function = emulator.function((instructions, source), "own", (("X", 1),), None)
     function(1, 64, 4 * 64, (x, nvrtc.Int(len(x)), y))
     return y

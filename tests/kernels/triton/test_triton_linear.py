@@ -6,22 +6,20 @@ On a CUDA machine both kernels/cuda and Triton run; elsewhere Triton alone, in i
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
-from processes import in_interpreter
-from torch import Tensor
 
 import narrowcast as nc
 from cases import CODECS
 from narrowcast.kernels import reference, triton
 from narrowcast.kernels.operators import Kernel
+from processes import in_interpreter
+from sum_bound import bound
 
 CUDA = torch.cuda.is_available()
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if CUDA else "cpu"
-ROOT = Path(__file__).parents[2]
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if not (CUDA or INTERPRETER):
@@ -42,22 +40,6 @@ def kernel() -> Kernel:
     return found
 
 
-def bound(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The exact result in fp64, and how far off a kernel may be.
-
-    - A sum of k + 1 terms in fp32, in any order, is off by at most k * 2**-24 of the sum of magnitudes to first order;
-      twice that, since tensor cores cut where others round, and with one for the product of sum and scale.
-    - Where x is fp16 or bf16, weights may be rounded once to its dtype: half an eps of the sum of magnitudes.
-    - The result is rounded once: half an eps of itself, or the smallest number where it is denormal.
-    """
-    exact, size = x.double() @ weight.t(), x.double().abs() @ weight.abs().t()
-    if bias is not None:
-        exact, size = exact + bias.double(), size + bias.double().abs()
-    info = torch.finfo(x.dtype)
-    rounding = size * info.eps / 2 if x.dtype != torch.float32 else 0.0
-    return exact, size * (x.shape[1] + 2) * 2.0**-23 + rounding + exact.abs() * info.eps / 2 + info.tiny
-
-
 def assert_close(
     kernel: Kernel, codec: nc.Codec, rows: int, numel: int, batch: int, dtype: torch.dtype, biased: bool
 ) -> None:
@@ -66,7 +48,7 @@ def assert_close(
     data = reference.encode(torch.randn(rows, numel, generator=generator), recipe, 0)
     x = torch.randn(batch, numel, generator=generator).to(dtype)
     bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
-    exact, allowed = bound(x, reference.decode(data, numel, recipe, torch.float64), bias)
+    exact, allowed = bound(x, reference.decode(data, numel, torch.float64, recipe), bias)
     out = torch.full((batch, rows), torch.nan, dtype=dtype, device=DEVICE)
     mine = None if bias is None else bias.to(DEVICE)
     assert kernel.linear(out, x.to(DEVICE), data.to(DEVICE), codec._recipe(torch.device(DEVICE)), mine)

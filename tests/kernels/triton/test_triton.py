@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from processes import in_interpreter
 from torch import Tensor
 
 import narrowcast as nc
@@ -24,11 +22,11 @@ from narrowcast.kernels.layout import Recipe, layout
 from narrowcast.kernels.operators import Kernel
 from narrowcast.kernels.reference import draws
 from narrowcast.kernels.reference.draws import WORD
+from processes import in_interpreter
 
 CUDA = torch.cuda.is_available()
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if CUDA else "cpu"
-ROOT = Path(__file__).parents[2]
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if not (CUDA or INTERPRETER):
@@ -123,10 +121,10 @@ def assert_sums_agree(
     dtype = torch.float32 if divisor < 4 else torch.bfloat16
     total = torch.full((numel,), 7.0, dtype=dtype, device=DEVICE)
     kernel.decode_sum(total, data.to(DEVICE), recipe, mine, own_rank, divisor)
-    assert same_bits(total.cpu(), reference.decode_sum(data, numel, plain, own, own_rank, divisor, dtype))
+    assert same_bits(total.cpu(), reference.decode_sum(data, numel, dtype, plain, own, own_rank, divisor))
     out = torch.full((data.shape[1],), 0xA5, dtype=torch.uint8, device=DEVICE)
-    kernel.reduce(out, data.to(DEVICE), numel, recipe, mine, own_rank, divisor, 5)
-    assert torch.equal(out.cpu(), reference.reduce(data, numel, plain, own, own_rank, divisor, 5))
+    kernel.decode_sum_encode(out, data.to(DEVICE), numel, recipe, mine, own_rank, divisor, 5)
+    assert torch.equal(out.cpu(), reference.decode_sum_encode(data, numel, plain, own, own_rank, divisor, 5))
 
 
 @pytest.mark.skipif(CUDA or INTERPRETER, reason="this process runs the kernels itself")
@@ -169,7 +167,7 @@ def test_encode_takes_every_float_dtype(kernel: Kernel, codec: nc.Codec, dtype: 
 def test_decode_gives_the_references_bits(kernel: Kernel, codec: nc.Codec) -> None:
     rows = rows_of_every_kind(201, codec=codec)
     data = reference.encode(rows, recipe_of(codec)[1], 5)
-    want = reference.decode(data, rows.shape[1], recipe_of(codec)[1], torch.float32)
+    want = reference.decode(data, rows.shape[1], torch.float32, recipe_of(codec)[1])
     assert same_bits(decoded(kernel, codec, data, rows.shape[1], torch.float32), want)
 
 
@@ -178,7 +176,7 @@ def test_decode_gives_the_references_bits(kernel: Kernel, codec: nc.Codec) -> No
 def test_decode_gives_every_float_dtype(kernel: Kernel, codec: nc.Codec, dtype: torch.dtype) -> None:
     rows = rows_of_every_kind(77, codec=codec)
     data = reference.encode(rows, recipe_of(codec)[1], 5)
-    want = reference.decode(data, rows.shape[1], recipe_of(codec)[1], dtype)
+    want = reference.decode(data, rows.shape[1], dtype, recipe_of(codec)[1])
     assert same_bits(decoded(kernel, codec, data, rows.shape[1], dtype), want)
 
 
@@ -186,7 +184,7 @@ def test_decode_gives_every_float_dtype(kernel: Kernel, codec: nc.Codec, dtype: 
 def test_decode_reads_any_bytes_like_the_reference(kernel: Kernel, codec: nc.Codec) -> None:
     shape = (3, codec.row_bytes(500))
     data = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    want = reference.decode(data, 500, recipe_of(codec)[1], torch.float32)
+    want = reference.decode(data, 500, torch.float32, recipe_of(codec)[1])
     assert same_bits(decoded(kernel, codec, data, 500, torch.float32), want)
 
 
@@ -234,7 +232,7 @@ def test_blocks_larger_than_a_tile_take_two_passes_and_the_same_bytes(
     rows = rows_of_every_kind(150)[[2, 11]]
     data = reference.encode(rows, recipe_of(codec)[1], 5)
     assert torch.equal(encoded(kernel, codec, rows), data)
-    want = reference.decode(data, 150, recipe_of(codec)[1], torch.float32)
+    want = reference.decode(data, 150, torch.float32, recipe_of(codec)[1])
     assert same_bits(decoded(kernel, codec, data, 150, torch.float32), want)
     assert_sums_agree(kernel, codec, data[:2], 150, None, 0, 1)
 
@@ -246,7 +244,7 @@ def test_long_rows_agree(kernel: Kernel, spec: str, block: str) -> None:
     rows = torch.stack([mixed(20_003, seed) for seed in (0, 1)])
     data = reference.encode(rows, recipe_of(codec)[1], 5)
     assert torch.equal(encoded(kernel, codec, rows), data)
-    want = reference.decode(data, 20_003, recipe_of(codec)[1], torch.float32)
+    want = reference.decode(data, 20_003, torch.float32, recipe_of(codec)[1])
     assert same_bits(decoded(kernel, codec, data, 20_003, torch.float32), want)
 
 
@@ -262,7 +260,7 @@ def test_full_tiles_and_the_last_one_agree(
     rows = mixed(numel).view(1, -1)
     data = reference.encode(rows, recipe_of(codec)[1], 5)
     assert torch.equal(encoded(kernel, codec, rows), data)
-    want = reference.decode(data, numel, recipe_of(codec)[1], torch.float32)
+    want = reference.decode(data, numel, torch.float32, recipe_of(codec)[1])
     assert same_bits(decoded(kernel, codec, data, numel, torch.float32), want)
     assert_sums_agree(kernel, codec, data.expand(3, -1), numel, None, 0, 1)
 
@@ -302,7 +300,7 @@ def test_strides_and_misalignment_change_nothing(kernel: Kernel, codec: nc.Codec
     padded = torch.nn.functional.pad(data, (5, 2)).to(DEVICE)[:, 5 : 5 + data.shape[1]]
     out = torch.full((len(rows), 160), 7.0, device=DEVICE)
     kernel.decode(out[:, 1:151], padded, recipe)
-    assert same_bits(out[:, 1:151].cpu(), reference.decode(data, 150, plain, torch.float32))
+    assert same_bits(out[:, 1:151].cpu(), reference.decode(data, 150, torch.float32, plain))
     assert out[:, 151:].eq(7.0).all()
 
 
@@ -364,7 +362,7 @@ def test_offsets_beyond_two_billion_elements_are_right(kernel: Kernel, spec: str
     kernel.decode(back, data, recipe)
     # The tail alone starts at a block of its own (blocks divide 1024), so it has the same codes and scales.
     short = x[:, -len(tail) :].contiguous()
-    want = reference.decode(reference.encode(short, recipe, 0), len(tail), recipe, torch.bfloat16)
+    want = reference.decode(reference.encode(short, recipe, 0), len(tail), torch.bfloat16, recipe)
     assert same_bits(back[:, -len(tail) :].cpu(), want.cpu())
     assert not back[0, : numel - len(tail)].any()
     assert layout(codec.format, numel).row_bytes == data.shape[1]

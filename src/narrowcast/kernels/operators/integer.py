@@ -1,11 +1,11 @@
 """Exact products of integers: int8 x int8 -> int32.
 
 `torch.ops.narrowcast.integer_linear` takes x [batch, k] and weights [rows, k], both int8, and returns int32
-[batch, rows], each element the sum of k products. It is exact on every machine, so there is no order of sums to speak
-of: k is at most 131071, for which even -128 times -128 throughout fits into an int32. Integers have no gradient.
+[batch, rows], each element the sum of k products. It is exact on every machine, in any order of sums: k is at most
+131071, for which even -128 times -128 throughout fits into an int32. Integers have no gradient.
 
-On a CPU it does not rest on `torch._int_mm`: where there is no AVX-512 VNNI, oneDNN adds pairs of products in 16 bits,
-which saturate, and the result is wrong by thousands (torch 2.13; ONEDNN_MAX_CPU_ISA=AVX2 shows it on any machine).
+On a CPU it does not use `torch._int_mm`: without AVX-512 VNNI, oneDNN adds pairs of products in 16 bits, which
+saturate, and the result is wrong by thousands (torch 2.13; ONEDNN_MAX_CPU_ISA=AVX2 shows it on any machine).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import DtypeError, ShapeError
-from narrowcast.kernels import operators
-from narrowcast.kernels.declare import declare
+from narrowcast.kernels.operators.declare import declare, schema_of
+from narrowcast.kernels.operators.dispatch import kernel_for, unwatched
 
 LONGEST = 2**17 - 1
 """The largest k: 2**17 products of 2**14 would be 2**31, one too many for an int32."""
@@ -24,17 +24,17 @@ LONGEST = 2**17 - 1
 def integer_linear(x: Tensor, weight: Tensor) -> Tensor:
     """int8 `x` [batch, k] times int8 `weight` [rows, k]: int32 [batch, rows], exact."""
     if not (x.dtype == weight.dtype == torch.int8) or x.dim() != 2 or weight.dim() != 2:
-        raise _unfit(x, weight)
+        raise _explain(x, weight)
     k = x.shape[1]
     if k != weight.shape[1] or k > LONGEST:
-        raise _unfit(x, weight)
-    if operators.unwatched(x):
+        raise _explain(x, weight)
+    if unwatched(x):
         return _multiply(x, weight)
     return torch.ops.narrowcast.integer_linear(x, weight)  # type: ignore[no-any-return]
 
 
-def _unfit(x: Tensor, weight: Tensor) -> DtypeError | ShapeError:
-    """What is wrong with the two. Apart from the checks themselves, which every call of a small layer waits for."""
+def _explain(x: Tensor, weight: Tensor) -> DtypeError | ShapeError:
+    """The error that says what is wrong with the two. Not in the caller, where every call of a small layer waits."""
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dtype != torch.int8:
             return DtypeError(
@@ -53,16 +53,16 @@ def _unfit(x: Tensor, weight: Tensor) -> DtypeError | ShapeError:
 
 
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:
-    out = _shape(x, weight)
+    out = _new_product(x, weight)
     if not x.shape[1]:
         return out.zero_()
     if out.numel():
-        operators.kernel_for(x.device.type).integer_linear(out, x, weight)
+        kernel_for(x.device.type).integer_linear(out, x, weight)
     return out
 
 
-def _shape(x: Tensor, weight: Tensor) -> Tensor:
+def _new_product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.empty(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
 
 
-declare([("integer_linear", "(Tensor x, Tensor weight) -> Tensor", _multiply, _shape)])
+declare("integer_linear", schema_of(_multiply), _multiply, _new_product)

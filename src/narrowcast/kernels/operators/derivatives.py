@@ -17,8 +17,10 @@ from torch import Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
-from torch.library import Library, register_vmap
+from torch.library import register_vmap
 from torch.utils._pytree import tree_map
+
+from narrowcast.kernels.operators.declare import LIBRARY
 
 
 class Rule(NamedTuple):
@@ -38,7 +40,7 @@ def remember_tensors(ctx: Any, *tensors: Tensor | None) -> None:
     ctx.save_for_forward(*tensors)
 
 
-def differentiable(name: str, rule: Rule, library: Library) -> None:
+def differentiable(name: str, rule: Rule) -> None:
     """Give the operator `name` its derivatives."""
     operator = getattr(torch.ops.narrowcast, name).default
 
@@ -77,10 +79,10 @@ def differentiable(name: str, rule: Rule, library: Library) -> None:
         with enable_single_level_autograd_function():
             return super(torch.autograd.Function, Derivative).apply(keyset, *arguments)  # type: ignore[no-untyped-call]
 
-    library.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
-def batched(name: str, at_once: Callable[..., Any] | None, library: Library) -> None:
+def batched(name: str, at_once: Callable[..., Any] | None) -> None:
     """Let vmap take the operator `name`.
 
     `at_once(arguments)` gets the arguments, of which the first alone has a batch, in its first dimension, and returns
@@ -104,4 +106,4 @@ def batched(name: str, at_once: Callable[..., Any] | None, library: Library) -> 
             result = torch.stack(calls) if one else tuple(torch.stack(some) for some in zip(*calls, strict=True))
         return result, tree_map(lambda _: 0, result)
 
-    register_vmap(f"narrowcast::{name}", rule, lib=library)
+    register_vmap(f"narrowcast::{name}", rule, lib=LIBRARY)

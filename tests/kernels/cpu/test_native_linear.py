@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import holds_in_a_fork
 from torch import Tensor
 
 import narrowcast as nc
 from cases import same_bits
 from narrowcast.codecs import Codec
 from narrowcast.kernels.cpu import binding
+from processes import holds_in_a_fork
 
 CPU = torch.device("cpu")
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}

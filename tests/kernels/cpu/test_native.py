@@ -102,20 +102,20 @@ def test_every_instruction_set_gives_the_bytes_of_the_reference(kernel: binding.
             kernel.encode(data, x, recipe, 5)
             assert torch.equal(data, expected), ("encode", rows, numel, kind, dtype)
 
-            values = reference.decode(expected, numel, recipe, dtype)
+            values = reference.decode(expected, numel, dtype, recipe)
             out = torch.full_like(values, 7)
             kernel.decode(out, expected, recipe)
             assert same_bits(out, values), ("decode", rows, numel, kind, dtype)
 
             for own in (None, x[0]):
-                total = reference.decode_sum(expected, numel, recipe, own, rows - 1, rows, dtype)
+                total = reference.decode_sum(expected, numel, dtype, recipe, own, rows - 1, rows)
                 summed = torch.full_like(total, 7)
                 kernel.decode_sum(summed, expected, recipe, own, rows - 1, rows)
                 assert same_bits(summed, total), ("decode_sum", rows, numel, kind, dtype)
 
-                row = reference.reduce(expected, numel, recipe, own, rows - 1, rows, 9)
+                row = reference.decode_sum_encode(expected, numel, recipe, own, rows - 1, rows, 9)
                 reduced = torch.full_like(row, 0xAB)
-                kernel.reduce(reduced, expected, numel, recipe, own, rows - 1, rows, 9)
+                kernel.decode_sum_encode(reduced, expected, numel, recipe, own, rows - 1, rows, 9)
                 assert torch.equal(reduced, row), ("reduce", rows, numel, kind, dtype)
 
 
@@ -131,8 +131,10 @@ def test_long_rows_are_cut_into_parts_without_a_trace(kernel: binding.Native, sp
     kernel.encode(data, x, recipe, 5)
     assert torch.equal(data, expected)
     reduced = torch.empty_like(expected[0])
-    kernel.reduce(reduced, torch.cat([expected, expected]), 200_003, recipe, None, 0, 2, 5)
-    assert torch.equal(reduced, reference.reduce(torch.cat([expected, expected]), 200_003, recipe, None, 0, 2, 5))
+    kernel.decode_sum_encode(reduced, torch.cat([expected, expected]), 200_003, recipe, None, 0, 2, 5)
+    assert torch.equal(
+        reduced, reference.decode_sum_encode(torch.cat([expected, expected]), 200_003, recipe, None, 0, 2, 5)
+    )
 
 
 def test_nothing_outside_the_buffers_is_touched() -> None:

@@ -1,211 +1,24 @@
-"""Fake quantization: what codecs decode, the gradients that the papers define, the same on every machine.
-
-The Triton kernels run in Triton's interpreter, in a process of their own; see test_gpu.py.
-"""
+"""Fake quantization as an operator: what codecs decode, and the gradients that the papers define."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from processes import in_interpreter
 from torch import Tensor
 
 import narrowcast as nc
 from cases import DTYPES, same_bits
-from narrowcast.codecs import Levels
+from grid_cases import GRIDS, assert_agrees, integers
 from narrowcast.errors import DtypeError, GradientError, ShapeError
-from narrowcast.kernels import operators, reference
-from narrowcast.kernels.cpu import binding
-from narrowcast.kernels.fake import Grid, fake_quantize
-from narrowcast.kernels.operators import Kernel
+from narrowcast.kernels import operators
+from narrowcast.kernels.layout import Grid
+from narrowcast.kernels.operators.fake_quantize import fake_quantize
+from narrowcast.kernels.reference.grids import nearest_level
 
-ROOT = Path(__file__).parents[2]
-INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
-CUDA = torch.cuda.is_available() and not INTERPRETER
-CPU = torch.device("cpu")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
-    # The operators are the same on any kernel: machines without a compiler check them on the reference.
-    pytest.mark.filterwarnings("ignore::narrowcast.errors.KernelWarning"),
-]
-
-TABLES = {
-    "apot4": nc.codec("apot4"),
-    "apot3": nc.codec("apot3"),
-    "apot6": nc.codec("apot6"),
-    "apot8": nc.codec("apot8"),
-    "pot4": nc.codec("pot4"),
-    "pot5": nc.codec("pot5"),
-    "nf4": nc.codec("nf4"),
-    "no zero": Levels([-1.0, 1.0]),
-    "unsigned": Levels([0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0]),
-    "far": Levels([40.0, 41.0, 43.0, 60.0]),
-    "uneven": Levels([-3.0, -0.4, -0.0, 0.3, 1.7]),
-    "200 levels": Levels([i * i / 100 - 30 for i in range(200)]),
-}
-
-
-def integers(low: int, high: int) -> Grid:
-    levels = torch.arange(low, high + 1.0)
-    return Grid(levels, levels[:-1] + 0.5, True)
-
-
-def grid_of(codec: nc.Codec) -> Grid:
-    assert isinstance(codec, Levels)
-    return Grid(codec.levels, codec._tables[CPU][1, : len(codec.levels) - 1].clone(), False)
-
-
-GRIDS = {
-    **{name: grid_of(codec) for name, codec in TABLES.items()},
-    "int4": integers(-8, 7),
-    "int8": integers(-128, 127),
-    "uint3": integers(0, 7),
-    "2 integers": integers(0, 1),
-}
-SHAPES = ((1, 1, 1), (1, 1, 70), (3, 5, 7), (2, 3, 300), (70, 3, 1), (5, 150, 1), (2, 1, 64), (1, 130, 2))
-
-
-def made(grid: Grid, shape: tuple[int, ...], dtype: torch.dtype, nan: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """x, grad and scales: normal numbers, ties, far ones, infinities, denormals, zeros of both signs."""
-    random = torch.Generator().manual_seed(sum(shape))
-    peak = float(grid.levels.abs().max())
-    x = torch.randn(shape, generator=random).flatten()
-    scale = torch.rand(shape[1], generator=random) + 0.5
-    scale[0] = 0.5  # a power of two, so that ties are met exactly
-    x[::3] *= peak / 2
-    x[1::7] = grid.thresholds[torch.arange(len(x[1::7])) % len(grid.thresholds)] * scale[0]
-    x[2::11] *= 1e-42
-    x[5::13], x[8::17], x[9::19], x[4::23] = torch.inf, -torch.inf, 0.0, -0.0
-    if nan and len(x) > 20:
-        x[20] = torch.tensor(-0x3FF00F, dtype=torch.int32).view(torch.float32)  # a NaN with a sign and a payload
-    grad = torch.randn(shape, generator=random)
-    return x.view(shape).to(dtype), grad.to(dtype), scale
-
-
-def assert_sums_agree(found: Tensor, wanted: Tensor, x: Tensor, grad: Tensor, scale: Tensor, grid: Grid) -> None:
-    """Sums of the same fp32 terms in fp64, in another order: n of them err by less than n 2**-53 of their magnitudes,
-    either way; rounding both to fp32 then adds half a unit in the last place each.
-    """
-    v, q = reference.nearest_level(x, scale, grid)
-    outside = (v < grid.levels[0]) | (v > grid.levels[-1])
-    magnitudes = (reference.to_float32(grad) * torch.where(outside, q, q - v)).double().abs().sum((0, 2))
-    bound = x.numel() * 2.0**-52 * magnitudes + 2.0**-23 * wanted.double().abs() + 2.0**-149
-    assert torch.equal(found.isnan(), wanted.isnan())
-    assert ((found.double() - wanted.double()).abs() <= bound)[~wanted.isnan()].all()
-
-
-def check(
-    kernel: Kernel, grid: Grid, shape: tuple[int, ...], dtype: torch.dtype, nan: bool, device: str = "cpu"
-) -> None:
-    x, grad, scale = made(grid, shape, dtype, nan)
-    there = Grid(grid.levels.to(device), grid.thresholds.to(device), grid.uniform)
-    its_x, its_grad, its_scale = x.to(device), grad.to(device), scale.to(device)
-    y = torch.full_like(its_x, 7)
-    kernel.fake_quantize(y, its_x, its_scale, there)
-    assert same_bits(y.cpu(), reference.fake_quantize(x, scale, grid)), (shape, dtype)
-    dx, dscale = torch.full_like(its_x, 7), torch.full_like(its_scale, 7)
-    kernel.fake_gradients(dx, dscale, its_grad, its_x, its_scale, there)
-    want = reference.fake_quantize_backward(grad, x, scale, grid)
-    assert same_bits(dx.cpu(), want[0]), (shape, dtype)
-    assert_sums_agree(dscale.cpu(), want[1], x, grad, scale, grid)
-
-
-@pytest.fixture(params=binding.ISAS)
-def kernel(request: pytest.FixtureRequest) -> binding.Native:
-    best, why = binding.load()
-    assert best is not None, why
-    if binding.ISAS.index(request.param) > binding.ISAS.index(best.name.removeprefix("native/")):
-        pytest.skip(f"this CPU has no {request.param}")
-    loaded, why = binding.load(request.param)
-    assert loaded is not None, why
-    return loaded
-
-
-# -- every machine, the reference's bits ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", GRIDS)
-def test_every_instruction_set_gives_the_references_bits(kernel: binding.Native, name: str) -> None:
-    for case, shape in enumerate(SHAPES):
-        for dtype in DTYPES:
-            check(kernel, GRIDS[name], shape, dtype, nan=case % 2 == 1)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 200_000), (1, 2, 70_000), (3, 300, 300), (150, 5000, 1), (9000, 3, 5)])
-def test_large_tensors_are_cut_into_tasks_without_a_seam(kernel: binding.Native, shape: tuple[int, ...]) -> None:
-    check(kernel, GRIDS["apot4"], shape, torch.float32, nan=False)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 600_000), (40, 3, 5000), (1200, 500, 1)])
-def test_threads_and_instruction_sets_change_no_bit_of_a_scales_gradient(shape: tuple[int, ...]) -> None:
-    x, grad, scale = made(GRIDS["nf4"], shape, torch.float32, nan=False)
-    found = []
-    before = torch.get_num_threads()
-    for isa in binding.ISAS:
-        loaded, _ = binding.load(isa)
-        for threads in (1, 2, 5):
-            if loaded is not None:
-                torch.set_num_threads(threads)
-                found.append(torch.empty_like(scale))
-                loaded.fake_gradients(torch.empty_like(x), found[-1], grad, x, scale, GRIDS["nf4"])
-    torch.set_num_threads(before)
-    assert len(found) >= 3
-    assert all(same_bits(found[0], other) for other in found)
-
-
-def test_results_past_the_caches_are_whole(kernel: binding.Native) -> None:
-    # 16 MB and more are written past them, in whole pieces; the odd sizes leave a part of one.
-    check(kernel, GRIDS["int4"], (1, 1, (1 << 22) + 37), torch.float32, nan=False)
-    check(kernel, GRIDS["int4"], (2049, 2051, 1), torch.float32, nan=False)
-    check(kernel, GRIDS["int4"], (2046, 2064, 1), torch.float32, nan=False)  # rows that begin on a cache line
-
-
-@pytest.mark.skipif(not (CUDA or INTERPRETER), reason="the interpreter runs this in a process of its own")
-@pytest.mark.parametrize("name", GRIDS)
-def test_triton_gives_the_references_bits(name: str) -> None:
-    from narrowcast.kernels.triton.launch import Triton
-
-    for case, shape in enumerate((*SHAPES[1:5], (1, 1, 5000), (1, 130, 2))):
-        check(Triton(), GRIDS[name], shape, DTYPES[case % 4], case % 2 == 1, "cuda" if CUDA else "cpu")
-
-
-@pytest.mark.skipif(CUDA or INTERPRETER, reason="this process runs the kernels itself")
-@pytest.mark.timeout(300)
-def test_triton_gives_the_references_bits_in_its_interpreter() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    assert "." * len(GRIDS) in in_interpreter(__file__, "-k", "triton_gives")
-
-
-@pytest.mark.timeout(120)
-def test_no_byte_beyond_the_tensors_is_touched(kernel: binding.Native) -> None:
-    script = Path(__file__).with_name("guard_fake.py")
-    run = subprocess.run(
-        [sys.executable, str(script), kernel.name.removeprefix("native/")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.stdout == "228 calls\n", run.stdout + run.stderr
-
-
-def test_the_integer_grid_and_the_search_agree(kernel: binding.Native) -> None:
-    # A shift of every threshold by less than an element can tell keeps the codes and takes the grid's shortcut away.
-    for name in ("apot3", "apot4", "apot6", "apot8"):
-        grid = GRIDS[name]
-        sought = grid._replace(thresholds=grid.thresholds + 2.0**-8)
-        x = torch.arange(-4000.0, 4001.0).view(1, 1, -1) / 16
-        scale = torch.ones(1)
-        fast, slow = torch.empty_like(x), torch.empty_like(x)
-        kernel.fake_quantize(fast, x, scale, grid)
-        kernel.fake_quantize(slow, x, scale, sought)
-        assert same_bits(fast, slow), name
+# The operators are the same on any kernel: machines without a compiler check them on the reference.
+pytestmark = pytest.mark.filterwarnings("ignore::narrowcast.errors.KernelWarning")
 
 
 # -- what a codec decodes ---------------------------------------------------------------------------------------------
@@ -281,7 +94,7 @@ def test_the_scales_gradient_is_the_slope_of_the_papers_surrogate(name: str) -> 
     v = x.double() / scale.double()
     x = x[((v.abs() - high).abs() > 0.1) & ((v.abs() + low).abs() > 0.1)]
     grad = torch.randn(len(x), generator=torch.Generator().manual_seed(3))
-    _, q = reference.nearest_level(x.view(1, 1, -1), scale.view(1), grid)
+    _, q = nearest_level(x.view(1, 1, -1), scale.view(1), grid)
 
     def clipped(s: float) -> Tensor:
         return (x.double() / s).clamp(low, high)
@@ -410,7 +223,7 @@ def test_a_profiler_sees_the_operator() -> None:
 
 
 def test_the_reference_runs_where_it_is_asked_for() -> None:
-    check(operators.Reference(), GRIDS["apot4"], (3, 5, 7), torch.float32, nan=True)
+    assert_agrees(operators.Reference(), GRIDS["apot4"], (3, 5, 7), torch.float32, nan=True)
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
