@@ -13,7 +13,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowcast.codecs.base import Codec, block_option, differing, scale_option
+from narrowcast.codecs.base import Codec
+from narrowcast.codecs.options import non_default, parse_block, parse_scale
 from narrowcast.errors import SpecError
 from narrowcast.kernels.layout import FLT_MAX, Element, Format
 
@@ -74,6 +75,6 @@ class Float8(Cast):
             Codec.__init__(self, name, self.format, self._float.top, {"scale": "none"})
             return
         block, scale = FP8_BLOCK if block is None else block, "fp32" if scale is None else scale
-        format = Format(self._float.element, 8, block_option(block, name), scale_option(scale, name))
-        given = differing(block=(block, None), scale=(scale, "fp32"))
+        format = Format(self._float.element, 8, parse_block(block, name), parse_scale(scale, name))
+        given = non_default(block=(block, None), scale=(scale, "fp32"))
         Codec.__init__(self, name, format, self._float.top, given)

@@ -42,6 +42,9 @@ def codec(spec: str | Codec | Mapping[str, Any]) -> Codec:
     return _resolve(spec)
 
 
+Codec.from_config = staticmethod(codec)
+
+
 def codec_in_file(spec: str | Codec | Mapping[str, Any]) -> Codec:
     """The codec that a file, a config or a state names.
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from narrowcast.codecs import checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.errors import ShapeError
-from narrowcast.kernels.layout import layout
 from narrowcast.nn.modules.base import Encoded, keep_dtype
 
 CODEC = as_codec("int8:block=row")
@@ -63,7 +62,7 @@ class Int8Rows(nn.Module):
         checks.float_dtype(self.dtype, "dtype")
         self._floats: tuple[object, nn.Parameter] | None = None
         self.allocate(rows, device)
-        self._scales32().fill_(1)
+        self.write(self.codes(), torch.ones(rows, dtype=torch.float32, device=device))
 
     def allocate(self, rows: int, device: torch.device | str | None) -> None:
         data = torch.zeros(rows, CODEC.row_bytes(self.numel), dtype=torch.uint8, device=device)
@@ -71,19 +70,18 @@ class Int8Rows(nn.Module):
 
     def codes(self) -> Tensor:
         """int8 [rows, numel]: a view."""
-        return self.data.detach()[:, : self.numel].view(torch.int8)
+        return CODEC.split(self.data.detach(), self.numel).codes
 
     def scales(self) -> Tensor:
         """[rows] in the dtype of the model: a view in fp32, else a copy."""
-        return self._scales32().to(self.dtype)
+        scales = CODEC.split(self.data.detach(), self.numel).scales
+        assert scales is not None
+        return scales.squeeze(1).to(self.dtype)
 
-    def _scales32(self) -> Tensor:
-        where = layout(CODEC.format, self.numel)
-        return self.data.detach()[:, where.scales_offset : where.zeros_offset].view(torch.float32).squeeze(1)
-
-    def write_scales(self, scales: Tensor, first: int = 0) -> None:
-        """Store scales, rounded to the dtype of the model, from row `first` on."""
-        self._scales32()[first : first + len(scales)].copy_(scales.to(self.dtype))
+    def write(self, codes: Tensor, scales: Tensor, first: int = 0) -> None:
+        """Store codes, and scales rounded to the dtype of the model, from row `first` on."""
+        rows = CODEC.join(codes, scales.to(codes.device, self.dtype).float().unsqueeze(1))
+        self.data.detach()[first : first + len(rows)].copy_(rows)
 
     @torch.no_grad()
     def quantize(self, weight: Tensor) -> None:
@@ -92,8 +90,7 @@ class Int8Rows(nn.Module):
             codes, scales, _ = dynamically_quantize_per_channel(
                 weight[first : first + step].float(), -128, 127, torch.int8
             )
-            self.codes()[first : first + step].copy_(codes)
-            self.write_scales(scales, first)
+            self.write(codes, scales, first)
 
     def as_floats(self) -> nn.Parameter:
         """The decoded weight: one Parameter for all the layers that share these rows."""
@@ -111,15 +108,15 @@ class Int8Rows(nn.Module):
         if scales is None:
             self.quantize(weight)
         else:
-            self.codes().copy_(weight)
-            self.write_scales(scales)
+            self.write(weight, scales)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Rows:
         super()._apply(lambda tensor: keep_dtype(fn, tensor), recurse)  # type: ignore[no-untyped-call]
         dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
         if dtype in checks.FLOATS and dtype != self.dtype:
+            scales = self.scales()
             self.dtype = dtype
-            self.write_scales(self._scales32().clone())
+            self.write(self.codes(), scales)
         return self
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
@@ -150,7 +147,7 @@ class Int8Weight(Encoded):
 
     @weight.setter
     def weight(self, codes: Tensor) -> None:
-        self.rows.codes().copy_(codes)
+        self.rows.write(codes.to(torch.int8), self.rows.scales())
 
     @property
     def scales(self) -> Tensor:
@@ -159,7 +156,7 @@ class Int8Weight(Encoded):
 
     @scales.setter
     def scales(self, scales: Tensor) -> None:
-        self.rows.write_scales(scales)
+        self.rows.write(self.rows.codes(), scales)
 
     def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight as floats, in `dtype` or the model's."""
@@ -199,13 +196,9 @@ class Int8Weight(Encoded):
         shape = self.weight.shape
         if weight.shape != shape or not (weight.dtype == torch.int8 or weight.is_floating_point()):
             wanted = f"expected int8, or floats to quantize, of shape {list(shape)}"
-            return f"{keys[0]}: {wanted}, got {_described(weight)}. The state dict is another model's."
+            return f"{keys[0]}: {wanted}, got {checks.describe(weight)}. The state dict is another model's."
         if scales is not None and (scales.shape != shape[:1] or scales.dtype not in checks.FLOATS):
-            return f"{keys[1]}: expected floats of shape {list(shape[:1])}, got {_described(scales)}."
+            return f"{keys[1]}: expected floats of shape {list(shape[:1])}, got {checks.describe(scales)}."
         if self.rows.data.is_meta and not assign and not weight.is_meta:
             return f"{keys[0]}: the module is on the meta device, which holds nothing. Load with assign=True."
         return ""
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

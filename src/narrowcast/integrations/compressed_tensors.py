@@ -30,7 +30,6 @@ from narrowcast.checkpoint.selection import module_name
 from narrowcast.codecs.payload import EncodedRows
 from narrowcast.errors import ExportError
 from narrowcast.kernels.layout import ROW, Element, layout
-from narrowcast.kernels.reference import scale_value, unpack
 from narrowcast.nn import Embedding, Linear
 from narrowcast.sensitivity.statistics import tiles
 
@@ -94,26 +93,27 @@ def export(
 def packed(name: str, rows: EncodedRows, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The tensors that a weight becomes: `name` ends in "weight", they in "weight_packed", "weight_scale" and so on."""
     scheme = _scheme(name, rows)
-    bits, where = scheme.bits, layout(rows.codec.format, rows.numel)
-    half = 1 << (bits - 1)
-    words = []
+    half = 1 << (scheme.bits - 1)
+    words, scales, zero_points = [], [], []
     for start, stop in tiles(len(rows.data), rows.numel):
-        codes = unpack(rows.data[start:stop, : where.codes_bytes], rows.numel, bits)
-        # Two's complement, or a code counted from 0: either way as an integer from -half to half - 1.
-        codes = (codes ^ half) - half if scheme.symmetric else codes - half
-        words.append(pack_to_int32(codes.to(torch.int8), bits))
-    scale = scale_value(rows.data[:, where.scales_offset : where.zeros_offset], rows.codec.format.scale)
-    found = {
+        tile = rows.codec.split(rows.data[start:stop], rows.numel)
+        assert tile.scales is not None
+        codes = tile.codes
+        if tile.zero_points is not None:  # affine codes count from 0; the package wants integers from -half to half - 1
+            codes = codes.to(torch.int16) - half
+            zero_points.append((tile.zero_points.to(torch.int16) - half).to(torch.int8))
+        words.append(pack_to_int32(codes.to(torch.int8), scheme.bits))
+        scales.append(tile.scales.to(scale_dtype))
+    tensors = {
         f"{name}_packed": torch.cat(words),
-        f"{name}_scale": scale.to(scale_dtype),
+        f"{name}_scale": torch.cat(scales),
         f"{name}_shape": torch.tensor(rows.shape, dtype=torch.int64, device="cpu"),
     }
-    if not scheme.symmetric:
-        zeros = rows.data[:, where.zeros_offset : where.zeros_offset + where.groups].to(torch.int16) - half
-        found[f"{name}_zero_point"] = pack_to_int32(zeros.to(torch.int8), bits, packed_dim=0).clone(
+    if zero_points:
+        tensors[f"{name}_zero_point"] = pack_to_int32(torch.cat(zero_points), scheme.bits, packed_dim=0).clone(
             memory_format=torch.contiguous_format
         )
-    return found
+    return tensors
 
 
 def _scheme(name: str, rows: EncodedRows) -> Scheme:

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from narrowcast.codecs import Codec, apot_levels
 from narrowcast.codecs import codec as as_codec
+from narrowcast.codecs.levels import threshold_between
 from narrowcast.codecs.rules import CodecLike
 from narrowcast.errors import SpecError
-from narrowcast.kernels.layout import Element, Grid, before_float32, layout, to_float32
-from narrowcast.kernels.reference import casts, pack, scale_bits, scale_value
+from narrowcast.kernels.layout import Element, Grid, before_float32
+from narrowcast.kernels.reference import casts
 
 
 class CodecGrid(NamedTuple):
@@ -119,18 +120,7 @@ def write_rows(values: Tensor, scale: Tensor, made: CodecGrid) -> Tensor:
     middles = (levels[1:] + levels[:-1]) / 2
     # A level times a scale, divided by it, is within a few roundings of the level: the nearest one is the one.
     place = torch.searchsorted(middles, values.double() / scale.double().view(-1, 1))
-    codes = made.codes.to(values.device)[place] & (2**made.codec.bits - 1)
-    where = layout(made.codec.format, values.shape[1])
-    out = torch.zeros(len(values), where.row_bytes, dtype=torch.uint8, device=values.device)
-    out[:, : where.codes_bytes] = pack(codes, made.codec.bits)
-    out[:, where.scales_offset : where.zeros_offset] = scale_bits(scale.view(-1, 1), made.codec.format.scale)
-    return out
-
-
-def row_scales(rows: Tensor, codec: Codec, numel: int) -> Tensor:
-    """The scales [rows] that rows of a codec with one scale per row hold, fp32."""
-    where = layout(codec.format, numel)
-    return scale_value(rows[:, where.scales_offset : where.zeros_offset], codec.format.scale).view(-1)
+    return made.codec.join(made.codes.to(values.device)[place], scale.view(-1, 1))
 
 
 # -- levels and the thresholds between them -------------------------------------------------------------------------
@@ -176,15 +166,8 @@ def _unsigned(codec: Codec) -> Tensor:
 
 def _table(levels: Tensor) -> Grid:
     """A table with ties to the lower level, as the codecs of tables have it."""
-    thresholds = [_middle(*pair) for pair in itertools.pairwise(levels.tolist())]
+    thresholds = [threshold_between(*pair) for pair in itertools.pairwise(levels.tolist())]
     return Grid(levels, _floats(thresholds), False)
-
-
-def _middle(lower: float, upper: float) -> float:
-    """The largest fp32 number that is not above the middle."""
-    middle = (Fraction(lower) + Fraction(upper)) / 2
-    nearest = to_float32(float(middle))
-    return before_float32(nearest) if Fraction(nearest) > middle else nearest
 
 
 def _float8(element: int, signed: bool) -> tuple[Tensor, Tensor]:

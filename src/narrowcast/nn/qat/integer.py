@@ -35,7 +35,6 @@ from narrowcast.nn.modules.conv import Conv1d, Conv2d, Conv3d, Convolution
 from narrowcast.nn.modules.linear import Linear, as_autocast, linear_on_rows
 from narrowcast.nn.qat.clips import scale_of
 from narrowcast.nn.qat.fake_quantize import FakeQuantize
-from narrowcast.nn.qat.grids import row_scales
 
 
 class QuantizedInput(OneWeight):
@@ -111,10 +110,11 @@ class IntegerLayer(OneWeight):
         """Make the int8 operands of the rows; `convert_` and `load_state_dict` do."""
         held = self._held["weight"]
         numel = math.prod(held.shape[1:])
-        scales = row_scales(as_bytes(self.weight).detach(), held.codec, numel)
-        values = held.codec.decode(self.weight.detach(), numel, torch.float32)
-        integers = (values / scales.view(-1, 1)).round().to(torch.int8)
-        self._hold(integers, scales, integers.sum(1, dtype=torch.int64))
+        rows = as_bytes(self.weight).detach()
+        scales = held.codec.split(rows, numel).scales
+        assert scales is not None
+        integers = (held.codec.decode(rows, numel, torch.float32) / scales).round().to(torch.int8)
+        self._hold(integers, scales.flatten().clone(), integers.sum(1, dtype=torch.int64))
 
     def _hold(self, *operands: Tensor) -> None:
         for name, operand in zip(self.made_on_load, operands, strict=True):
