@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.compat.int8_rows import CODEC, Int8Rows, Int8Weight, dynamically_quantize_per_channel
-from narrowcast.errors import DtypeError, QuantizeError, SpecError
+from narrowcast.errors import QuantizeError, SpecError
 from narrowcast.nn import Linear
-from narrowcast.nn.modules.fast_path import settle
+from narrowcast.nn.modules.embedding import look_up_rows
+from narrowcast.nn.modules.fast_path import set_fast_path
 from narrowcast.nn.modules.linear import linear_on_rows
 from narrowcast.nn.survey import Slot, Survey, Weight, survey
 
@@ -79,11 +80,7 @@ class WeightOnlyInt8Embedding(Int8Weight):
     embedding_dim: int
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dtype not in (torch.int32, torch.int64):
-            kind = str(input.dtype).removeprefix("torch.")
-            raise DtypeError(f"input: an embedding takes indices in int32 or int64, got {kind}. Pass input.long().")
-        rows = self.rows.data.index_select(0, input.reshape(-1))
-        return CODEC.decode(rows, self.embedding_dim, self.rows.dtype).view(*input.shape, self.embedding_dim)
+        return look_up_rows(input, self.rows.data.detach(), CODEC, self.embedding_dim, self.rows.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
@@ -99,7 +96,7 @@ def replace_linear_weight_only_int8_per_channel(module: nn.Module, skip: Sequenc
         rows = _quantized(floats)
         for slot in weight.slots:
             _become(slot, rows)
-    settle(module)
+    set_fast_path(module)
 
 
 class WeightOnlyInt8QuantHandler:

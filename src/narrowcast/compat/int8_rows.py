@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from narrowcast.codecs import checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.errors import ShapeError
-from narrowcast.nn.modules.base import Encoded, keep_dtype
+from narrowcast.nn.modules.base import Encoded, begin, keep_dtype, set_float_dtype
+from narrowcast.nn.state import ASSIGN
 
 CODEC = as_codec("int8:block=row")
 TILE = 1 << 22
 """Weights that are quantized at a time, so that what is needed meanwhile stays small beside the model."""
-ASSIGN = "assign_to_params_buffers"
-"""Where torch tells modules of load_state_dict's assign=True."""
 
 
 def dynamically_quantize_per_channel(
@@ -137,7 +136,7 @@ class Int8Weight(Encoded):
     set_extra_state = nn.Module.set_extra_state
 
     def _take(self, rows: Int8Rows) -> None:
-        vars(self).update(_held={}, _float_dtype=rows.dtype, _float_class=self.float_class)
+        begin(self, self.float_class, rows.dtype)
         self.rows = rows
 
     @property
@@ -189,7 +188,7 @@ class Int8Weight(Encoded):
             error_msgs.append(wrong)
             return
         self.rows.load(weight, scales, assign)
-        self._float_dtype = self.rows.dtype
+        set_float_dtype(self, self.rows.dtype)
 
     def _unfit(self, weight: Tensor, scales: Tensor | None, keys: tuple[str, str], assign: bool) -> str:
         """Why these cannot be loaded; nothing if they can."""

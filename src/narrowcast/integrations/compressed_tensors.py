@@ -195,7 +195,7 @@ def _config(model: Any) -> dict[str, Any]:
 def _linears(model: torch.nn.Module) -> set[str]:
     found = set()
     for name, module in model.named_modules():
-        if isinstance(module, Embedding) or (isinstance(module, Linear) and module._held["weight"].transposed):
+        if isinstance(module, Embedding) or (isinstance(module, Linear) and module.held.transposed):
             kind = "an Embedding" if isinstance(module, Embedding) else "a Conv1D, with a weight of [in, out],"
             raise ExportError(
                 f"{name}: is {kind} in the float model, and programs that read pack-quantized read Linear modules. "
