@@ -136,8 +136,8 @@ def test_the_probe_sees_what_the_search_finds(kind: type[Base]) -> None:
 
 
 def test_the_probe_sees_that_torchs_attention_reads_its_output_projection() -> None:
-    # Torch's own code is not searched: modules/attention.py knows this read. The fast path of nn.TransformerEncoderLayer
-    # is never taken with a probe in it; modules/test_module_attention.py runs it.
+    # Torch's own code is not searched: modules/attention.py knows this read. The fast path of an encoder layer is never
+    # taken with a probe in it; modules/test_module_attention.py runs it.
     attention = nn.MultiheadAttention(8, 2)
     x = torch.randn(3, 1, 8)
     with note_reads(attention) as reads:

@@ -96,7 +96,8 @@ def _sources(file: Checkpoint, model: nn.Module, inputs: Inputs, strict: bool) -
     if strict and (missing or unexpected):
         raise ModelMismatchError(
             f"{file.path} does not fit the model: {list_some(missing)} missing from the file, "
-            f"{list_some(unexpected)} not in the model. {_usual_cause(file, unexpected)}; strict=False loads what both have. The model is as it was."
+            f"{list_some(unexpected)} not in the model. {_usual_cause(file, unexpected)}; strict=False loads what both "
+            "have. The model is as it was."
         )
     return sources
 

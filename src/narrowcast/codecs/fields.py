@@ -116,8 +116,8 @@ def _check(codec: Codec, codes: Tensor, scales: Tensor | None, zero_points: Tens
             raise ShapeError(f"{name}: rows of codec {codec.spec!r} take {expected}, got {got}.")
     if scales is not None and scales.numel() and not scales.is_meta:
         stored = scale_bits(scales.float().reshape(-1, blocks[-1]), codec.format.scale)
-        kept = scale_value(stored, codec.format.scale).view(blocks)
-        if not bool(((kept == scales) | (kept.isnan() & scales.isnan())).all()):
+        read = scale_value(stored, codec.format.scale).view(blocks)
+        if not bool(((read == scales) | (read.isnan() & scales.isnan())).all()):
             raise PayloadError(
                 f"scales: codec {codec.spec!r} stores scales in a format that cannot hold all of these. Round them "
                 "first, or take a codec with scale=fp32."

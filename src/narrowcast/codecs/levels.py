@@ -79,7 +79,7 @@ class Levels(Codec):
         place = torch.searchsorted(levels, (value / scale).contiguous()).clamp(1, len(levels) - 1)
         half_gap = (levels[place] - levels[place - 1]) / 2
         clipping = torch.maximum(value - levels[-1] * scale, levels[0] * scale - value)
-        # value / scale rounds to a multiple of 2**-149, which counts where gaps are as small.
+        # value / scale rounds to a multiple of 2**-149, which matters where gaps are that small.
         return torch.maximum((half_gap + 2.0**-149) * scale, clipping)
 
 
@@ -165,7 +165,7 @@ def _apot_integers(width: int, k: int, bits: int) -> list[int]:
 
 
 def _check_table(table: Sequence[float] | Tensor, name: str) -> list[float]:
-    """A user's table as fp32 values, or a reason why it is none."""
+    """A user's table as fp32 values; refused with the reason if it is not one."""
     try:
         values = torch.as_tensor(table, dtype=torch.float64, device="cpu").flatten().tolist()
     except (TypeError, ValueError, RuntimeError) as error:

@@ -68,8 +68,8 @@ class Uniform(Codec):
 def _peak(format: Format) -> int:
     """The largest magnitude that a code stands for; for affine codes, how many of them a block spreads over.
 
-    Rounding at random may go up at both ends of a block, so that an affine one keeps a code in reserve: with the zero
-    point rounded up, ceil(a) + ceil(b) < a + b + 2 keeps every code in range: but for roundings, nothing is clipped.
+    Stochastic rounding may go up at both ends of a block, so an affine block leaves one code unused. With the zero
+    point rounded up, ceil(a) + ceil(b) < a + b + 2 keeps every code in range: up to fp32 rounding, nothing is clipped.
     """
     if format.affine:
         return int(2**format.bits - (2 if format.stochastic else 1))

@@ -1,9 +1,9 @@
 """Int8 weights with one scale per row, held once, under the names `weight` and `scales`.
 
-An `Int8Rows` holds codes and scales as encoded rows of "int8:block=row", which is what kernels multiply. It is a
-module, so that layers with a tied weight can share one: `.to(...)` and loading then change it for all of them. An
-`Int8Weight` is a layer on top of it, whose state dict has `weight`, int8 [out, in], and `scales`, [out] in the model's
-dtype. It loads these, or a float `weight`, which it quantizes.
+An `Int8Rows` holds codes and scales as encoded rows of "int8:block=row", which kernels multiply. It is a module, so
+that layers with a tied weight can share one: `.to(...)` and loading then change it for all of them. An `Int8Weight` is
+a layer that holds one. Its state dict has `weight`, int8 [out, in], and `scales`, [out] in the model's dtype. It loads
+these, or a float `weight`, which it quantizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from narrowcast.nn.state import ASSIGN
 
 CODEC = as_codec("int8:block=row")
 TILE = 1 << 22
-"""Weights that are quantized at a time, so that what is needed meanwhile stays small beside the model."""
+"""Weights that are quantized at a time, so that intermediate results stay small beside the model."""
 
 
 def dynamically_quantize_per_channel(
@@ -50,7 +50,7 @@ def dynamically_quantize_per_channel(
 
 
 class Int8Rows(nn.Module):
-    """Codes and scales as encoded rows. In no state dict, since the layers write what it holds."""
+    """Codes and scales as encoded rows. State dicts hold them under the names of the layers, not under its own."""
 
     data: nn.Parameter
 
@@ -119,10 +119,10 @@ class Int8Rows(nn.Module):
         return self
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
-        """Nothing: the layers do."""
+        """Nothing: the layers save and load."""
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        """Nothing: the layers do."""
+        """Nothing: the layers save and load."""
 
 
 class Int8Weight(Encoded):
@@ -131,7 +131,7 @@ class Int8Weight(Encoded):
     rows: Int8Rows
     bias_optional = False
     """Whether a state dict may do without the bias."""
-    # The state dict is gpt-fast's own, which has int8 codes and scales: they say what they are.
+    # The state dict is gpt-fast's own: int8 codes and scales need no further description.
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
@@ -191,7 +191,7 @@ class Int8Weight(Encoded):
         set_float_dtype(self, self.rows.dtype)
 
     def _unfit(self, weight: Tensor, scales: Tensor | None, keys: tuple[str, str], assign: bool) -> str:
-        """Why these cannot be loaded; nothing if they can."""
+        """Why these cannot be loaded; "" if they can."""
         shape = self.weight.shape
         if weight.shape != shape or not (weight.dtype == torch.int8 or weight.is_floating_point()):
             wanted = f"expected int8, or floats to quantize, of shape {list(shape)}"
@@ -199,5 +199,5 @@ class Int8Weight(Encoded):
         if scales is not None and (scales.shape != shape[:1] or scales.dtype not in checks.FLOATS):
             return f"{keys[1]}: expected floats of shape {list(shape[:1])}, got {checks.describe(scales)}."
         if self.rows.data.is_meta and not assign and not weight.is_meta:
-            return f"{keys[0]}: the module is on the meta device, which holds nothing. Load with assign=True."
+            return f"{keys[0]}: the module is on the meta device, which holds no values. Load with assign=True."
         return ""

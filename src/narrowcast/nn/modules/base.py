@@ -143,6 +143,9 @@ class OneWeight(Encoded):
         """The weight as floats, in `dtype` or the module's own."""
         return self._held["weight"].decode(self.weight, dtype or self._float_dtype)
 
+    def extra_repr(self) -> str:
+        return f"{self.float_class.extra_repr(self)}, codec={self.codec.spec!r}"
+
 
 # -- what the rest of the library may know of an encoded module ------------------------------------------------------
 

@@ -44,14 +44,6 @@ class Convolution(OneWeight):
         weight = self.decoded(x.dtype)
         return type(self).convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
-    def extra_repr(self) -> str:
-        options = ("stride", "padding", "dilation", "groups", "padding_mode")
-        listed = ", ".join(f"{name}={getattr(self, name)!r}" for name in options)
-        return (
-            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, {listed}, "
-            f"bias={self.bias is not None}, codec={self.codec.spec!r}"
-        )
-
 
 class Conv1d(Convolution):
     """torch.nn.Conv1d on encoded rows."""

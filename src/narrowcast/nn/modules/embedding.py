@@ -33,10 +33,6 @@ class Embedding(OneWeight):
         codec, shape = self.held[:2]
         return look_up_rows(input, as_bytes(self.weight), codec, shape[1], self.dtype)
 
-    def extra_repr(self) -> str:
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, codec={self.codec.spec!r}"
-
 
 def look_up_rows(index: Tensor, rows: Tensor, codec: Codec, numel: int, dtype: torch.dtype) -> Tensor:
     """The vectors [*index.shape, numel] of encoded `rows` that `index` names."""

@@ -57,10 +57,6 @@ class Linear(OneWeight):
         codec, shape = self.held[:2]
         return linear_on_rows(input, self.weight, codec, shape[1], self.bias)
 
-    def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.bias is not None}, codec={self.codec.spec!r}"
-
 
 def linear_on_rows(x: Tensor, rows: Tensor, codec: Codec, numel: int, bias: Tensor | None) -> Tensor:
     """`codec.linear`, once x has been checked and cast as F.linear would have it."""
