@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from narrowcast.codecs import checks
 from narrowcast.errors import DtypeError, ShapeError
-from narrowcast.nn.modules.base import Encoded
+from narrowcast.nn.modules.base import Encoded, encoded_parameters
 from narrowcast.nn.modules.linear import linear_on_rows
 
 PACKED = "in_proj_weight"
@@ -108,10 +108,10 @@ class MultiheadAttention(Encoded):
     def _project(self, x: Tensor, name: str, rows: slice, of_bias: slice) -> Tensor:
         weight = getattr(self, name)[rows]
         bias = None if self.in_proj_bias is None else self.in_proj_bias[of_bias]
-        if name not in self._held:
+        held = encoded_parameters(self).get(name)
+        if held is None:
             return F.linear(x, weight, bias)
-        codec, shape = self._held[name][:2]
-        return linear_on_rows(x, weight, codec, shape[1], bias)
+        return linear_on_rows(x, weight, held.codec, held.shape[1], bias)
 
     def _extended(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values, with the ones that `bias_k`, `bias_v` and `add_zero_attn` add behind them."""
@@ -149,7 +149,7 @@ class MultiheadAttention(Encoded):
         return total
 
     def extra_repr(self) -> str:
-        codecs = {name: held.codec.spec for name, held in self._held.items()}
+        codecs = {name: held.codec.spec for name, held in encoded_parameters(self).items()}
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, codecs={codecs}"
 
 
