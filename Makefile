@@ -57,7 +57,7 @@ soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, 
 
 gpu: $(VENV)/.dev        ## the kernels on a real GPU
 	$(BIN)/pytest tests/kernels/triton tests/nn tests/distributed/test_cuda.py
-	$(BIN)/pytest -m gpu tests/distributed/gradients/test_fsdp_cuda.py tests/compat
+	$(BIN)/pytest -m gpu tests/distributed/transport/test_wire_contract.py tests/distributed/gradients/test_fsdp_cuda.py tests/compat
 	$(BIN)/python bench/gpu.py
 	$(BIN)/python bench/gpu_linear.py
 	$(BIN)/python bench/fake.py --gpu

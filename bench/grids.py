@@ -46,18 +46,18 @@ Table = dict[str, dict[str, dict[int, float]]]
 """Data to grid to bits to decibels."""
 
 
-def noise(rows: Tensor, clip: Tensor, made: CodecGrid) -> Tensor:
+def noise(rows: Tensor, clip: Tensor, grid: CodecGrid) -> Tensor:
     """The squared error of each row."""
-    scale = (clip / made.top).clamp(min=2.0**-126)
-    return (fake_quantize(rows, scale, made.grid, 0) - rows).square_().sum(1, dtype=torch.float64)
+    scale = (clip / grid.top).clamp(min=2.0**-126)
+    return (fake_quantize(rows, scale, grid.kernel, 0) - rows).square_().sum(1, dtype=torch.float64)
 
 
-def sqnr(rows: Tensor, made: CodecGrid) -> float:
+def sqnr(rows: Tensor, grid: CodecGrid) -> float:
     """The decibels of all rows together, each at its best clip."""
-    clip = clip_of(rows, made, "mse")
-    best, least = clip, noise(rows, clip, made)
+    clip = clip_of(rows, grid, "mse")
+    best, least = clip, noise(rows, clip, grid)
     for factor in torch.linspace(0.9, 1.1, 41).tolist():
-        error = noise(rows, clip * factor, made)
+        error = noise(rows, clip * factor, grid)
         best, least = torch.where(error < least, clip * factor, best), torch.minimum(error, least)
     signal = rows.double().square().sum()
     return float(10 * torch.log10(signal / least.sum()))
@@ -88,9 +88,9 @@ def measure(numel: int) -> Table:
         bar = progress.add_task("searching", total=len(data) * len(kinds))
         for name, tensors in data.items():
             for grid, bits, spec in kinds:
-                made = codec_grid(spec)
+                levels = codec_grid(spec)
                 # Of many matrices the mean of their relative noises, each counting once.
-                noises = [10 ** (-sqnr(rows, made) / 10) for rows in tensors]
+                noises = [10 ** (-sqnr(rows, levels) / 10) for rows in tensors]
                 table[name][grid][bits] = float(-10 * torch.tensor(sum(noises) / len(noises)).log10())
                 progress.advance(bar)
     return table

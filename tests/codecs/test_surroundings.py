@@ -74,7 +74,7 @@ def test_grids_of_training_are_the_same(ambient: str) -> None:
         for signed in (True, False) if nc.nn.grids.has_unsigned(nc.codec(spec)) else (True,):
             expected = plainly(lambda spec=spec, signed=signed: codec_grid(spec, signed))
             found = codec_grid(spec, signed)
-            for one, other in zip(found.grid[:2], expected.grid[:2], strict=True):
+            for one, other in zip(found.kernel[:2], expected.kernel[:2], strict=True):
                 assert same_bits(one, other)
             assert torch.equal(found.codes, expected.codes)
 

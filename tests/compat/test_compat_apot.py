@@ -215,11 +215,11 @@ def test_a_nan_has_no_code_and_stays_a_nan_in_floats() -> None:
 
 def test_a_code_that_does_not_exist_is_refused() -> None:
     _, _, levels, codes = grid(4, 2, False)
-    with pytest.raises(PayloadError, match=r"x_apot: holds a code that is none of the 16 in indices, 0 to 15"):
+    with pytest.raises(PayloadError, match=r"x_apot: holds a code that is not one of the 16 in indices, 0 to 15"):
         apot_to_float(torch.tensor([3, 16]), levels, codes)
-    with pytest.raises(PayloadError, match="none of the 16"):
+    with pytest.raises(PayloadError, match="not one of the 16"):
         apot_to_float(-1, levels, codes)
-    with pytest.raises(PayloadError, match=r"none of the 2 in indices, 0 to 2"):
+    with pytest.raises(PayloadError, match=r"not one of the 2 in indices, 0 to 2"):
         apot_to_float(torch.tensor([1]), torch.tensor([0.0, 1.0]), torch.tensor([0, 2]))
 
 

@@ -119,3 +119,25 @@ def test_a_sum_of_rows_is_the_sum_of_what_they_decode_to_in_rank_order(
         expected = expected + decoded
     assert same_bits(codec.decode_sum(rows, numel), expected)
     assert torch.equal(codec.decode_sum_encode(rows, numel, seed), codec.encode(expected, seed))
+
+
+@campaign(60)
+@given(
+    st.sampled_from(sorted(CODECS)),
+    shapes,
+    st.sampled_from(("plain", "columns", "gaps", "offset")),
+    st.sampled_from(AROUND),
+    st.integers(0, 2**20),
+)
+def test_rows_in_any_memory_are_taken_apart_and_joined_again(
+    spec: str, shape: tuple[int, ...], layout: str, around: str | None, seed: int
+) -> None:
+    codec, shape = CODECS[spec], shape or (1,)
+    rows = laid_out(codec.encode(mixed(torch.Size(shape).numel(), seed).view(shape), seed), layout)
+    before = rows.clone()
+    with surrounded(around):
+        fields = codec.split(rows, shape[-1])
+        joined = codec.join(*fields)
+    assert torch.equal(joined, before)
+    assert torch.equal(rows, before)
+    assert fields.codes.shape == shape

@@ -1,8 +1,8 @@
-"""Tensors of a file into those of a model, so that whoever holds a Parameter of the model still holds it.
+"""Put the tensors of a file into a model so that references to its Parameters stay valid.
 
 An optimizer, DDP and a CUDA graph hold Parameters, or the memory behind them. So a tensor is copied into the memory
-that the model has, where dtype, shape and device are the same; else the Parameter stays and gets other memory
-(`.data`). Only what has no memory yet (meta) or cannot have this one is replaced: `holders` says who has the old one.
+that the model has, where dtype, shape and device are the same. Else the Parameter stays and gets other memory
+(`.data`). Only a tensor without memory (meta), or of another kind, is replaced: `holders` says who holds the old one.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import ModelMismatchError, StateDictError
-
-_ASSIGN = "assign_to_params_buffers"
-"""Where torch tells modules of load_state_dict's assign=True."""
+from narrowcast.nn.modules.base import copy_modules
+from narrowcast.nn.state import ASSIGN
 
 
 class IncompatibleKeys(NamedTuple):
-    """What torch tells hooks that run behind a load."""
+    """The argument that torch gives to hooks after a load."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 def put(own: Tensor, tensor: Tensor, device: torch.device | str) -> Tensor:
-    """What takes the place of a model's tensor `own`: itself with the values of `tensor` if it can be, or a new one."""
+    """Put the values of `tensor` into a model's tensor `own`, and return it, or a new tensor where that cannot be."""
     plain = type(own) in (Tensor, nn.Parameter) and type(own.data) is Tensor
     if not plain or own.is_meta or own.is_inference() or tensor.is_floating_point() != own.is_floating_point():
         return new_tensor(own, tensor, device)
@@ -40,7 +39,7 @@ def put(own: Tensor, tensor: Tensor, device: torch.device | str) -> Tensor:
         return own
     if not isinstance(own, nn.Parameter):
         return tensor.to(device)
-    # A gradient of another dtype, shape or device would be none of this weight's.
+    # A gradient of another dtype, shape or device does not fit the new memory.
     own.grad = None
     own.data = tensor.to(device)
     return own
@@ -55,8 +54,8 @@ def new_tensor(own: Tensor, tensor: Tensor, device: torch.device | str) -> Tenso
 def load_modules(model: nn.Module, state: dict[str, Tensor]) -> None:
     """What `model.load_state_dict(state, strict=False, assign=True)` does, in linear time.
 
-    torch picks the keys of every child anew from all keys of its parent: 6,000 tensors of one Sequential take it 3 s.
-    Modules find their own keys by prefix, so here each gets all of them.
+    torch filters the keys of every child from all keys of its parent: 6,000 tensors of one Sequential take 3 s.
+    Modules find their own keys by prefix, so here each gets all keys.
     """
     modules = [*model.named_modules(remove_duplicate=False)]
     if any(type(module).load_state_dict is not nn.Module.load_state_dict for _, module in modules):
@@ -67,7 +66,7 @@ def load_modules(model: nn.Module, state: dict[str, Tensor]) -> None:
     errors: list[str] = []
     for name, module in modules:
         lists = (missing, unexpected, errors)
-        module._load_from_state_dict(state, f"{name}." if name else "", {_ASSIGN: True}, False, *lists)
+        module._load_from_state_dict(state, f"{name}." if name else "", {ASSIGN: True}, False, *lists)
     for _, module in reversed(modules):
         for hook in module._load_state_dict_post_hooks.values():
             hook(module, IncompatibleKeys(missing, unexpected))
@@ -80,7 +79,7 @@ def holders(parameters: Iterable[Tensor]) -> list[str]:
     wanted = {id(parameter) for parameter in parameters}
     kinds = (torch.optim.Optimizer, nn.parallel.DistributedDataParallel)
     of_kind: dict[type, bool] = {}
-    found = []
+    classes = set()
     for thing in gc.get_objects() if wanted else ():
         kind = type(thing)
         if kind not in of_kind:
@@ -90,8 +89,8 @@ def holders(parameters: Iterable[Tensor]) -> list[str]:
         groups = getattr(thing, "param_groups", None)
         held = thing.parameters() if groups is None else [own for group in groups for own in group["params"]]
         if any(id(own) in wanted for own in held):
-            found.append(kind.__name__)
-    return sorted(set(found))
+            classes.add(kind.__name__)
+    return sorted(classes)
 
 
 def check_whole_tensors(model: nn.Module) -> None:
@@ -111,21 +110,13 @@ def _is_called(thing: object, name: str) -> bool:
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """A copy of the modules whose tensors are on meta. Attributes are shared: they may be what nobody can copy."""
+    """A copy of the modules whose tensors are on meta, tied where the model's are. Attributes are shared."""
     tensors: dict[int, Tensor] = {}
-    modules: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():
-        twin = modules[module] = object.__new__(type(module))
-        vars(twin).update({name: _own(value) for name, value in vars(module).items()})
-    for twin in modules.values():
-        twin._modules = {name: child and modules[child] for name, child in twin._modules.items()}
-        for held in (twin._parameters, twin._buffers):
+    twin = copy_modules(model)
+    for module in twin.modules():
+        for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
-                if tensor is not None and id(tensor) not in tensors:
-                    tensors[id(tensor)] = new_tensor(tensor, tensor.detach(), "meta")
-                held[name] = None if tensor is None else tensors[id(tensor)]  # type: ignore[assignment]
-    return modules[model]
-
-
-def _own(value: object) -> object:
-    return value.copy() if isinstance(value, (dict, set)) else value
+                if tensor is not None:
+                    tensors.setdefault(id(tensor), new_tensor(tensor, tensor.detach(), "meta"))
+                    held[name] = tensors[id(tensor)]  # type: ignore[assignment]
+    return twin

@@ -9,6 +9,8 @@ A codec turns rows of floats into rows of bytes, and back. It promises:
 - **Non-finite.** A block that holds a NaN or an infinity decodes to NaN throughout; other blocks do not notice.
   A plain cast keeps each infinity and NaN where it is, and saturates finite values.
 - **Purity.** Inputs are never changed; `out` is written only once everything has been checked.
+- **Fields.** `split` takes rows apart into codes, scales and zero points, and `join` is its exact inverse. Nothing
+  outside codecs/ slices row bytes.
 
 A codec never learns what a rank, a layer or a file is. To write one, subclass `Codec`, describe its codes as a
 `Recipe` (what kernels need to know), give `_bound`, and name it in registry.py.
@@ -17,21 +19,18 @@ A codec never learns what a rank, a layer or a file is. To write one, subclass `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from narrowcast.codecs import checks
-from narrowcast.errors import SpecError
-from narrowcast.kernels import operators, reference
-from narrowcast.kernels.layout import ROW, Format, Recipe, Scale, layout
+from narrowcast.codecs import checks, fields
+from narrowcast.codecs.options import write_spec
+from narrowcast.kernels import operators
+from narrowcast.kernels.layout import ROW, Format, Recipe, layout
 from narrowcast.kernels.operators import linear as multiply
 from narrowcast.kernels.reference import casts
-
-SCALES = {"fp32": Scale.FP32, "bf16": Scale.BF16, "fp16": Scale.FP16, "e8m0": Scale.E8M0}
-MAX_BLOCK = 65536
 
 
 class Codec:
@@ -39,6 +38,8 @@ class Codec:
 
     options: ClassVar[tuple[str, ...]] = ()
     """The options that a spec string may give, in the order in which `spec` writes them."""
+    from_config: ClassVar[Callable[[Mapping[str, Any]], Codec]]
+    """The inverse of `config`: the registry's `codec`, which the registry puts here. Pickles name it."""
 
     def __init__(
         self,
@@ -54,8 +55,7 @@ class Codec:
         self.given = given
         self._tables = {} if table is None else {torch.device("cpu"): table}
         self._recipes: dict[torch.device, Recipe] = {}
-        listed = ",".join(f"{key}={_spell(value)}" for key, value in given.items())
-        self.spec = f"{name}:{listed}" if listed else name
+        self.spec = write_spec(name, given)
 
     @property
     def bits(self) -> int:
@@ -204,18 +204,34 @@ class Codec:
 
     def _scales(self, data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """The scale and the zero point of every element, in fp64, as stored in `data`."""
-        where = layout(self.format, numel)
-        if not where.groups:
+        stored, zero_points = fields.split_scales(self, data, numel)
+        if stored is None:
             ones = torch.ones(len(data), numel, dtype=torch.float64, device=data.device)
             return ones, torch.zeros_like(ones)
-        scale = reference.scale_value(data[:, where.scales_offset : where.zeros_offset], self.format.scale)
-        zeros = torch.zeros_like(scale)
-        if self.format.affine:
-            zeros = data[:, where.zeros_offset : where.zeros_offset + where.groups].float()
-        spread = (t.double().repeat_interleave(where.group_size, 1)[:, :numel] for t in (scale, zeros))
-        return next(spread), next(spread)
+        zero_points = torch.zeros_like(stored) if zero_points is None else zero_points
+        size = layout(self.format, numel).group_size
+        scale, zeros = (t.double().repeat_interleave(size, 1)[:, :numel] for t in (stored, zero_points))
+        return scale, zeros
 
-    # -- odds -----------------------------------------------------------------------------------------------------
+    # -- the fields of a row ------------------------------------------------------------------------------------
+
+    def split(self, rows: Tensor, numel: int) -> fields.Fields:
+        """Take `rows` [..., row_bytes(numel)] apart: codes [..., numel], scales and zero points [..., blocks].
+
+        Codes are int8 for `intN`, the bits of the float (int16, int32) for 16- and 32-bit casts, and uint8 otherwise:
+        a number of the table, an fp8 float's bits, 1 for a minus sign. Scales are fp32. A field that the codec does not
+        have is None. The rows are not changed; 8-bit codes and fp32 scales share their memory where alignment allows.
+        """
+        return fields.split(self, rows, numel)
+
+    def join(self, codes: Tensor, scales: Tensor | None = None, zero_points: Tensor | None = None) -> Tensor:
+        """Rows that hold these fields, byte for byte what `split` took apart.
+
+        Values that a row cannot store are refused: codes out of range, scales that the scale's format rounds.
+        """
+        return fields.join(self, codes, scales, zero_points)
+
+    # -- for the library itself -----------------------------------------------------------------------------------
 
     def as_rows(self, x: Tensor) -> Tensor:
         """A tensor as the rows it is encoded in: one row, or each vector of its last dimension for block=row."""
@@ -224,13 +240,13 @@ class Codec:
         return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
     def _recipe(self, device: torch.device) -> Recipe:
-        found = self._recipes.get(device)
-        if found is None:
+        recipe = self._recipes.get(device)
+        if recipe is None:
             table = self._table(device) if self._tables else None
-            found = Recipe(self.format, self.peak, table)
+            recipe = Recipe(self.format, self.peak, table)
             if not torch.compiler.is_compiling():
-                self._recipes[device] = found
-        return found
+                self._recipes[device] = recipe
+        return recipe
 
     def _table(self, device: torch.device) -> Tensor:
         table = self._tables.get(device)
@@ -251,55 +267,11 @@ class Codec:
         return hash(self.spec)
 
     def __reduce__(self) -> tuple[object, ...]:
-        from narrowcast.codecs.registry import codec
-
-        return codec, (self.config(),)
-
-
-def block_option(value: object, name: str) -> int:
-    """The `Format.block` that the option `block=` stands for."""
-    if value == "row":
-        return ROW
-    if isinstance(value, bool) or not isinstance(value, int) or not 8 <= value <= MAX_BLOCK or value % 8:
-        raise SpecError(
-            f"block={value!r} of codec {name!r}: a block is a multiple of 8 from 8 to {MAX_BLOCK} elements, or "
-            f'"row" for one scale per row. Write for example "{name}:block=64" or "{name}:block=row".'
-        )
-    return value
-
-
-def scale_option(value: object, name: str) -> Scale:
-    """The `Format.scale` that the option `scale=` stands for."""
-    if not isinstance(value, str) or value not in SCALES:
-        raise SpecError(
-            f"scale={value!r} of codec {name!r}: scales are stored as {', '.join(SCALES)}. "
-            f'Write for example "{name}:scale=bf16".'
-        )
-    return SCALES[value]
-
-
-def flag_option(value: object, option: str, name: str) -> bool:
-    """An option that is true or false."""
-    if not isinstance(value, bool):
-        raise SpecError(f'{option}={value!r} of codec {name!r}: write "{option}=true" or leave it out.')
-    return value
-
-
-def differing(**pairs: tuple[object, object]) -> dict[str, object]:
-    """The options, out of `option=(value, default)`, whose value is not the default."""
-    return {option: value for option, (value, default) in pairs.items() if value != default}
-
-
-def _spell(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list):
-        return "|".join(repr(item) for item in value)
-    return str(value)
+        return type(self).from_config, (self.config(),)
 
 
 def _shaped(matrix: Tensor, rows: Tensor) -> Tensor:
-    """A matrix that was made of `rows` [..., n], with the dimensions of those."""
+    """A result [rows, m] with the leading dimensions of the `rows` [..., n] that it came from."""
     dims = rows.dim()
     if dims == 2:
         return matrix

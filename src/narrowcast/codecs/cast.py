@@ -1,8 +1,8 @@
 """Casts: every element becomes a narrower float on its own.
 
-`raw` keeps fp32 bits. The others round half to even, saturate finite values and keep infinities and NaN
-(`fp8_e4m3` has no infinity: NaN). The two fp8 formats have a narrow range (about 2**-9 to 448, and 2**-16 to 57344), in
-which small weights and gradients vanish. So they have a scale per block, and behave like every block-scaled codec;
+`raw` keeps fp32 bits. The others round half to even, saturate finite values and keep infinities and NaN (`fp8_e4m3` has
+no infinity and stores NaN). The two fp8 formats have a narrow range (about 2**-9 to 448, and 2**-16 to 57344), below
+which small weights and gradients become zero. So they have a scale per block, and behave like every block-scaled codec;
 `scale=none` is the plain cast.
 """
 
@@ -13,7 +13,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowcast.codecs.base import Codec, block_option, differing, scale_option
+from narrowcast.codecs.base import Codec
+from narrowcast.codecs.options import non_default, parse_block, parse_scale
 from narrowcast.errors import SpecError
 from narrowcast.kernels.layout import FLT_MAX, Element, Format
 
@@ -38,7 +39,7 @@ FLOATS = {
 
 
 FP8_BLOCK = 128
-"""The bytes of int8. Larger blocks save 3% of them at most, and smaller ones gain nothing (bench/defaults.py)."""
+"""As many bytes as int8. Larger blocks save at most 3%, smaller ones gain no accuracy (bench/defaults.py)."""
 
 
 class Cast(Codec):
@@ -57,8 +58,8 @@ class Cast(Codec):
 class Float8(Cast):
     """An fp8 format with a scale per block, or plain (`scale="none"`).
 
-    The spec always says which: a bare name in a file is from before blocks were the default, and means the plain cast
-    (`registry.codec_in_file`).
+    The spec always says which of the two. A bare name in a file comes from a version in which the plain cast was the
+    default, and means that (`registry.codec_in_file`).
     """
 
     options: ClassVar[tuple[str, ...]] = ("block", "scale")
@@ -74,6 +75,6 @@ class Float8(Cast):
             Codec.__init__(self, name, self.format, self._float.top, {"scale": "none"})
             return
         block, scale = FP8_BLOCK if block is None else block, "fp32" if scale is None else scale
-        format = Format(self._float.element, 8, block_option(block, name), scale_option(scale, name))
-        given = differing(block=(block, None), scale=(scale, "fp32"))
+        format = Format(self._float.element, 8, parse_block(block, name), parse_scale(scale, name))
+        given = non_default(block=(block, None), scale=(scale, "fp32"))
         Codec.__init__(self, name, format, self._float.top, given)

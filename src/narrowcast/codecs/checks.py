@@ -1,4 +1,4 @@
-"""What codecs refuse, and in which words."""
+"""Checks of what codecs are given: dtypes, shapes, devices and seeds, each refused with a sentence that helps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLOAT_NAMES = "float32, bfloat16, float16 or float64"
 
 def float_dtype(dtype: torch.dtype, argument: str) -> None:
     if dtype not in FLOATS:
-        raise DtypeError(f"{argument}: codecs give {_FLOAT_NAMES}, not {_name(dtype)}.")
+        raise DtypeError(f"{argument}: codecs give {_FLOAT_NAMES}, not {dtype_name(dtype)}.")
 
 
 def float_rows(x: Tensor, argument: str) -> None:
@@ -30,19 +30,18 @@ def float_rows(x: Tensor, argument: str) -> None:
     if x.dtype not in FLOATS:
         hint = "encode x.real and x.imag apart" if x.is_complex() else "pass x.float()"
         raise DtypeError(
-            f"{argument}: codecs take {_FLOAT_NAMES}, not {_name(x.dtype)}; "
+            f"{argument}: codecs take {_FLOAT_NAMES}, not {dtype_name(x.dtype)}; "
             f"nothing is converted silently. If that is what you mean, {hint}."
         )
     if x.layout != torch.strided:
         raise DtypeError(f"{argument}: codecs take dense tensors, not {x.layout}. Pass x.to_dense().")
     if x.is_nested:
         raise DtypeError(f"{argument}: codecs take dense tensors, not nested ones. Pass the tensors of x.unbind().")
-    whole(x, argument)
+    refuse_dtensor(x, argument)
 
 
-def whole(x: Tensor, argument: str) -> None:
-    """Refuse a DTensor: what a rank holds of it and what it stands for are two tensors, and only the caller knows which
-    one is meant."""
+def refuse_dtensor(x: Tensor, argument: str) -> None:
+    """Refuse a DTensor: only the caller knows whether the local shard or the full tensor is meant."""
     if type(x) not in (Tensor, Parameter) and any(kind.__name__ == "DTensor" for kind in type(x).__mro__):
         raise DtypeError(
             f"{argument}: is a DTensor, spread over ranks. Pass {argument}.to_local() for this rank's part of it, or "
@@ -56,18 +55,18 @@ def byte_rows(rows: Tensor, codec: Codec, numel: int, argument: str) -> None:
         raise DtypeError(f"{argument}: encoded rows are uint8, got {kind}. Pass what encode() returned.")
     expected = codec.row_bytes(numel)
     if rows.dim() == 0 or rows.shape[-1] != expected:
-        found = rows.shape[-1] if rows.dim() else "no"
+        width = rows.shape[-1] if rows.dim() else "no"
         raise PayloadError(
             f"{argument}: a row of {numel} elements takes {expected} bytes in codec {codec.spec!r}, but these rows "
-            f"have {found}. The bytes were cut, or made with another codec or numel."
+            f"have {width}. The bytes were cut, or made with another codec or numel."
         )
 
 
 def out(out: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
     if not isinstance(out, Tensor) or out.dtype not in dtypes:
-        found = _name(out.dtype) if isinstance(out, Tensor) else type(out).__name__
-        raise DtypeError(f"out: expected {' or '.join(map(_name, dtypes))}, got {found}.")
-    whole(out, "out")
+        kind = dtype_name(out.dtype) if isinstance(out, Tensor) else type(out).__name__
+        raise DtypeError(f"out: expected {' or '.join(map(dtype_name, dtypes))}, got {kind}.")
+    refuse_dtensor(out, "out")
     if out.shape != shape:
         raise ShapeError(f"out: expected shape {tuple(shape)}, got {tuple(out.shape)}; out is never resized.")
     if out.device != device:
@@ -83,14 +82,14 @@ def summands(
     byte_rows(rows, codec, numel, "rows")
     if rows.dim() != 2 or len(rows) == 0:
         raise ShapeError(f"rows: a sum takes [ranks, row_bytes] with at least one rank, got {tuple(rows.shape)}.")
-    if not _whole(divisor) or divisor < 1:
+    if not _is_integer(divisor) or divisor < 1:
         raise ShapeError(f"divisor={divisor!r}: a sum is divided by 1 (SUM) or the number of ranks (AVG).")
     if own is None:
         return plain(rows), None
     float_rows(own, "own")
     if tuple(own.shape) != (numel,) or own.device != rows.device:
         raise ShapeError(f"own: expected shape ({numel},) on {rows.device}, got {tuple(own.shape)} on {own.device}.")
-    if not _whole(own_rank) or not 0 <= own_rank < len(rows):
+    if not _is_integer(own_rank) or not 0 <= own_rank < len(rows):
         raise ShapeError(f"own_rank={own_rank!r}: rows has ranks 0 to {len(rows) - 1}.")
     return plain(rows), plain(own).contiguous()
 
@@ -101,7 +100,7 @@ def seed(seed: int | None) -> int:
         if torch.compiler.is_compiling():
             raise SpecError("seed: inside torch.compile a stochastic codec needs seed=, so that steps differ.")
         return int(torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu"))
-    if not _whole(seed):
+    if not _is_integer(seed):
         raise SpecError(f"seed={seed!r}: a seed is an integer, or None for a fresh one.")
     return (seed + 2**63) % 2**64 - 2**63
 
@@ -120,14 +119,14 @@ def as_matrix(rows: Tensor, argument: str) -> Tensor:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A tensor whose memory holds what it shows: outside of autograd, and no negated view."""
+    """The tensor outside of autograd, with the negation of a negated view carried out."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor.resolve_neg() if negated(tensor) else tensor
 
 
 def negated(tensor: Tensor) -> bool:
-    """Whether memory holds the opposite of what the tensor shows. A compiler settles that itself."""
+    """Whether the tensor is a negated view, whose memory holds the opposite. A compiler resolves these itself."""
     return not torch.compiler.is_compiling() and tensor.is_neg()
 
 
@@ -160,7 +159,7 @@ def _reach(tensor: Tensor) -> int:
 
 
 def count(number: int, argument: str) -> None:
-    if not _whole(number) or number < 0:
+    if not _is_integer(number) or number < 0:
         raise ShapeError(f"{argument}={number!r}: a row holds zero or more elements, a whole number.")
 
 
@@ -168,9 +167,15 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _whole(number: object) -> bool:
+def _is_integer(number: object) -> bool:
     return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32`: a dtype as messages say it."""
     return str(dtype).removeprefix("torch.")
+
+
+def describe(tensor: Tensor) -> str:
+    """`float32 [2, 3]`: a tensor as messages say it."""
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"

@@ -18,8 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from narrowcast.codecs.base import Codec, block_option, differing, scale_option
-from narrowcast.codecs.uniform import default_block, default_scale
+from narrowcast.codecs.base import Codec
+from narrowcast.codecs.options import default_block, default_scale, non_default, parse_block, parse_scale
 from narrowcast.errors import SpecError
 from narrowcast.kernels.layout import Element, Format, before_float32, to_float32
 
@@ -62,9 +62,9 @@ class Levels(Codec):
         bits = max(1, math.ceil(math.log2(len(levels))))
         block = default_block(bits) if block is None else block
         scale = default_scale(bits) if scale is None else scale
-        format = Format(Element.LEVELS, bits, block_option(block, name), scale_option(scale, name))
+        format = Format(Element.LEVELS, bits, parse_block(block, name), parse_scale(scale, name))
         named: dict[str, object] = {"table": levels} if given is None else given
-        options = differing(block=(block, default_block(bits)), scale=(scale, default_scale(bits)))
+        options = non_default(block=(block, default_block(bits)), scale=(scale, default_scale(bits)))
         peak = max(abs(level) for level in levels)
         super().__init__(name, format, peak, {**named, **options}, _kernel_table(levels, bits))
 
@@ -79,7 +79,7 @@ class Levels(Codec):
         place = torch.searchsorted(levels, (value / scale).contiguous()).clamp(1, len(levels) - 1)
         half_gap = (levels[place] - levels[place - 1]) / 2
         clipping = torch.maximum(value - levels[-1] * scale, levels[0] * scale - value)
-        # value / scale rounds to a multiple of 2**-149, which counts where gaps are as small.
+        # value / scale rounds to a multiple of 2**-149, which matters where gaps are that small.
         return torch.maximum((half_gap + 2.0**-149) * scale, clipping)
 
 
@@ -90,7 +90,7 @@ class APoT(Levels):
 
     def __init__(self, bits: int, *, k: int = 2, block: int | str | None = None, scale: str | None = None) -> None:
         table = _table(_apot_integers(bits - 1, k, bits))
-        super().__init__(table, block=block, scale=scale, name=f"apot{bits}", given=differing(k=(k, 2)))
+        super().__init__(table, block=block, scale=scale, name=f"apot{bits}", given=non_default(k=(k, 2)))
 
 
 class PoT(Levels):
@@ -165,7 +165,7 @@ def _apot_integers(width: int, k: int, bits: int) -> list[int]:
 
 
 def _check_table(table: Sequence[float] | Tensor, name: str) -> list[float]:
-    """A user's table as fp32 values, or a reason why it is none."""
+    """A user's table as fp32 values; refused with the reason if it is not one."""
     try:
         values = torch.as_tensor(table, dtype=torch.float64, device="cpu").flatten().tolist()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -197,14 +197,14 @@ def _kernel_table(levels: list[float], bits: int) -> Tensor:
     """Levels and thresholds as kernels take them: fp32 [2, 2**bits]."""
     table = torch.full((2, 2**bits), math.nan, dtype=torch.float32, device="cpu")
     table[1] = math.inf
-    thresholds = [_threshold(*pair) for pair in itertools.pairwise(levels)]
+    thresholds = [threshold_between(*pair) for pair in itertools.pairwise(levels)]
     table[0, : len(levels)] = torch.tensor(levels, dtype=torch.float32, device="cpu")
     table[1, : len(thresholds)] = torch.tensor(thresholds, dtype=torch.float32, device="cpu")
     return table
 
 
-def _threshold(lower: float, upper: float) -> float:
-    """The largest fp32 number not above the midpoint: an fp32 y exceeds one if and only if it exceeds the other."""
+def threshold_between(lower: float, upper: float) -> float:
+    """The largest fp32 number not above the middle: an fp32 y exceeds one if and only if it exceeds the other."""
     middle = (Fraction(lower) + Fraction(upper)) / 2
     nearest = to_float32(float(middle))
     if Fraction(nearest) > middle:

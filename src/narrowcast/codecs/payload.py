@@ -1,8 +1,8 @@
 """Encoded tensors, and the functions that make and read them.
 
-A tensor is encoded as one row; with `block=row`, each vector of its last dimension is a row of its own. A `Payload` is
-those rows end to end, with what is needed to read them. Its bytes carry no header: files and messages that need one
-write their own.
+A tensor is encoded as one row; with `block=row`, each vector of its last dimension is a row. A `Payload` holds those
+rows end to end, and the codec, shape and dtype to decode them with. Its bytes have no header: files and messages that
+need one write their own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Payload:
 
 
 class Encoding(NamedTuple):
-    """What a key of a state dict stands for that holds encoded rows: the codec, and the weight before."""
+    """What the encoded rows under a key of a state dict decode to: the codec, the original shape and dtype."""
 
     codec: Codec
     shape: torch.Size
@@ -74,8 +74,8 @@ class Encoding(NamedTuple):
 class EncodedRows:
     """A weight whose rows are encoded one by one, as modules hold it and files store it.
 
-    A weight of shape [out, in], or [experts, out, in], has a row for every vector of its last dimension; a
-    convolution's [out, in, height, width] has one for every output: what `data` has no dimension for lies inside a row.
+    A weight of shape [out, in], or [experts, out, in], has a row for every vector of its last dimension. A
+    convolution's [out, in, height, width] has one for every output: the dimensions that `data` lacks lie inside a row.
     """
 
     data: Tensor
@@ -90,8 +90,8 @@ class EncodedRows:
         if not fits or self.data.shape[-1] != self.codec.row_bytes(self.numel):
             raise PayloadError(
                 f"data: the rows of a weight of shape {tuple(self.shape)} in codec {self.codec.spec!r} are uint8, each "
-                f"of {self.codec.row_bytes(self.numel)} bytes, got {str(self.data.dtype).removeprefix('torch.')} "
-                f"{list(self.data.shape)}. The bytes are another weight's, another codec's, or cut."
+                f"of {self.codec.row_bytes(self.numel)} bytes, got {checks.describe(self.data)}. "
+                f"The bytes are another weight's, another codec's, or cut."
             )
 
     @property
@@ -109,7 +109,7 @@ class EncodedRows:
 
 
 def encode_rows(weight: Tensor, codec: str | Codec | Mapping[str, Any], *, lead: int | None = None) -> EncodedRows:
-    """Encode a weight row by row: each vector of its last dimension, or all behind its first `lead` dimensions."""
+    """Encode a weight row by row: each vector of its last dimension, or all that its first `lead` dimensions index."""
     chosen = as_codec(codec)
     checks.float_rows(weight, "weight")
     lead = weight.dim() - 1 if lead is None else lead

@@ -33,7 +33,7 @@ _NEEDS_A_TABLE: dict[str, tuple[type[Codec], Callable[..., Codec]]] = {"levels":
 
 
 def list_codecs() -> list[str]:
-    """Every name that `codec` takes on its own (`levels` needs a table besides)."""
+    """Every name that `codec` takes without options (`levels` needs a table)."""
     return list(_CODECS)
 
 
@@ -42,11 +42,14 @@ def codec(spec: str | Codec | Mapping[str, Any]) -> Codec:
     return _resolve(spec)
 
 
+Codec.from_config = staticmethod(codec)
+
+
 def codec_in_file(spec: str | Codec | Mapping[str, Any]) -> Codec:
     """The codec that a file, a config or a state names.
 
-    The fp8 names stood for a plain cast until they were given blocks. What is written since then says which of the two
-    it is, so that a bare name can only be an old one.
+    The fp8 names meant a plain cast before they had blocks. Every file since then says which of the two it is, so a
+    bare name comes from an old file.
     """
     named = {"name": spec} if isinstance(spec, str) else spec
     if isinstance(named, Mapping) and dict(named) in [{"name": name} for name in ("fp8_e4m3", "fp8_e5m2")]:

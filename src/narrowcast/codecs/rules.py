@@ -2,10 +2,10 @@
 
 A rule's expression is searched for in a name (`re.search`: anywhere in it, unless anchored with `^` or `$`). Rules are
 tried in the order in which they were given, and the first that matches decides; where none does, the default decides.
-None, or False (TOML has no null), as a codec means: leave this one as it is. Names are those of modules ("lm_head",
-"layers.0.mlp.up_proj", "" for the root), or of parameters that are no module's `weight`.
+None, or False (TOML has no null), as a codec means: leave the weight as it is. Names are those of modules ("lm_head",
+"layers.0.mlp.up_proj", "" for the root), or of parameters that are not called `weight`.
 
-Everything is checked when the rules are made, so that a wrong codec in the last rule does not stop work half way.
+All rules are checked before the first is used, so that a wrong codec in the last one does not stop work half way.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def compile_rules(rules: Mapping[str, CodecLike | bool | None] | None, default: 
             f"rules={rules!r}: expected a mapping of regular expressions to codecs or None, got "
             f'{type(rules).__name__}. Write for example {{"lm_head": None, "mlp": "int4:block=128"}}.'
         )
-    made = [(_expression(pattern), _codec(pattern, value)) for pattern, value in (rules or {}).items()]
-    return Rules(made, None if default is None else as_codec(default))
+    compiled = [(_expression(pattern), _codec(pattern, value)) for pattern, value in (rules or {}).items()]
+    return Rules(compiled, None if default is None else as_codec(default))
 
 
 def _expression(pattern: object) -> re.Pattern[str]:

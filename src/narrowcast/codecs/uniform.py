@@ -17,16 +17,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from narrowcast.codecs.base import Codec, block_option, differing, flag_option, scale_option
+from narrowcast.codecs.base import Codec
+from narrowcast.codecs.options import default_block, default_scale, non_default, parse_block, parse_flag, parse_scale
 from narrowcast.kernels.layout import Element, Format
-
-
-def default_block(bits: int) -> int:
-    return 64 if bits <= 4 else 128
-
-
-def default_scale(bits: int) -> str:
-    return "bf16" if bits <= 4 else "fp32"
 
 
 class Uniform(Codec):
@@ -46,16 +39,16 @@ class Uniform(Codec):
         name = f"int{bits}"
         block = default_block(bits) if block is None else block
         scale = default_scale(bits) if scale is None else scale
-        affine = flag_option(zero_point, "zero_point", name)
-        random = flag_option(stochastic, "stochastic", name)
+        affine = parse_flag(zero_point, "zero_point", name)
+        random = parse_flag(stochastic, "stochastic", name)
         format = Format(
             Element.AFFINE if affine else Element.INT,
             bits,
-            block_option(block, name),
-            scale_option(scale, name),
+            parse_block(block, name),
+            parse_scale(scale, name),
             int(random),
         )
-        given = differing(
+        given = non_default(
             block=(block, default_block(bits)),
             scale=(scale, default_scale(bits)),
             zero_point=(affine, False),
@@ -75,8 +68,8 @@ class Uniform(Codec):
 def _peak(format: Format) -> int:
     """The largest magnitude that a code stands for; for affine codes, how many of them a block spreads over.
 
-    Rounding at random may go up at both ends of a block, so that an affine one keeps a code in reserve: with the zero
-    point rounded up, ceil(a) + ceil(b) < a + b + 2 keeps every code in range: but for roundings, nothing is clipped.
+    Stochastic rounding may go up at both ends of a block, so an affine block leaves one code unused. With the zero
+    point rounded up, ceil(a) + ceil(b) < a + b + 2 keeps every code in range: up to fp32 rounding, nothing is clipped.
     """
     if format.affine:
         return int(2**format.bits - (2 if format.stochastic else 1))
@@ -92,8 +85,8 @@ class Sign(Codec):
     def __init__(self, *, block: int | str | None = None, scale: str | None = None) -> None:
         block = 64 if block is None else block
         scale = "bf16" if scale is None else scale
-        format = Format(Element.SIGN, 1, block_option(block, "sign"), scale_option(scale, "sign"))
-        super().__init__("sign", format, 1.0, differing(block=(block, 64), scale=(scale, "bf16")))
+        format = Format(Element.SIGN, 1, parse_block(block, "sign"), parse_scale(scale, "sign"))
+        super().__init__("sign", format, 1.0, non_default(block=(block, 64), scale=(scale, "bf16")))
 
     def _bound(self, value: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
         return (value.abs() - scale).abs()

@@ -8,7 +8,7 @@ named; none of them implements a codec, a protocol or a kernel of its own.
     narrowcast.compat.gpt_fast             benchmarks/gpt_fast/quantize.py of the PyTorch repository
     narrowcast.compat.apot                 torch.ao.quantization.experimental
 
-Where PyTorch's numbers are wrong these are right, and the docstrings say what differs; docs/migrating.md has a table.
+Where PyTorch's numbers are wrong, these are correct. The docstrings say what differs; docs/migrating.md has a table.
 """
 
 from __future__ import annotations

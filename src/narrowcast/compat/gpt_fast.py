@@ -6,11 +6,11 @@ checkpoints written there load here. What differs:
 - A layer holds its codes and scales once, as encoded rows of the codec "int8:block=row", and multiplies them as
   `narrowcast.nn.Linear` does: in fp32 sums, with the bias, in the dtype of the input.
 - Modules become int8 in place, by a change of their class: a root Linear, hooks and references to a layer keep working.
-  A tied weight is quantized once and stays tied: an Embedding that shares it holds the same rows, and then looks up
-  quantized vectors. nn.MultiheadAttention gets an int8 `out_proj`. `narrowcast.dequantize_` gives the floats back.
+  A tied weight is quantized once and stays tied: an Embedding that shares it holds the same rows, and looks up
+  quantized vectors. nn.MultiheadAttention gets an int8 `out_proj`. `narrowcast.dequantize_` restores floats.
 - Converting quantizes the weights that are there. On the meta device nothing is allocated: load with assign=True.
-- A row that holds an infinity or a NaN gets the scale NaN, so that all of it decodes to NaN; no state dict is made of
-  such weights. Layers whose names match a regular expression in `skip` stay as they are.
+- A row that holds an infinity or a NaN gets the scale NaN, so that all of it decodes to NaN; a state dict of such
+  weights is refused. Layers whose names match a regular expression in `skip` stay as they are.
 
 Scales are at least 1.2e-7, as they are there: rows that small lose digits. "int8:block=row" itself has no such floor.
 """
@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.compat.int8_rows import CODEC, Int8Rows, Int8Weight, dynamically_quantize_per_channel
-from narrowcast.errors import DtypeError, QuantizeError, SpecError
+from narrowcast.errors import QuantizeError, SpecError
 from narrowcast.nn import Linear
-from narrowcast.nn.modules.fast_path import settle
+from narrowcast.nn.modules.embedding import look_up_rows
+from narrowcast.nn.modules.fast_path import set_fast_path
 from narrowcast.nn.modules.linear import linear_on_rows
 from narrowcast.nn.survey import Slot, Survey, Weight, survey
 
@@ -79,11 +80,7 @@ class WeightOnlyInt8Embedding(Int8Weight):
     embedding_dim: int
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dtype not in (torch.int32, torch.int64):
-            kind = str(input.dtype).removeprefix("torch.")
-            raise DtypeError(f"input: an embedding takes indices in int32 or int64, got {kind}. Pass input.long().")
-        rows = self.rows.data.index_select(0, input.reshape(-1))
-        return CODEC.decode(rows, self.embedding_dim, self.rows.dtype).view(*input.shape, self.embedding_dim)
+        return look_up_rows(input, self.rows.data.detach(), CODEC, self.embedding_dim, self.rows.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
@@ -99,11 +96,11 @@ def replace_linear_weight_only_int8_per_channel(module: nn.Module, skip: Sequenc
         rows = _quantized(floats)
         for slot in weight.slots:
             _become(slot, rows)
-    settle(module)
+    set_fast_path(module)
 
 
 class WeightOnlyInt8QuantHandler:
-    """What quantizes a model: into a state dict, or for running it."""
+    """Quantizes a model, into a state dict or in place."""
 
     def __init__(self, mod: nn.Module, skip: Sequence[str] = ()) -> None:
         self.mod = mod
@@ -121,7 +118,7 @@ class WeightOnlyInt8QuantHandler:
             slots = [slot for slot in weight.slots if _is_linear(slot)]
             floats = slots[0].float_weight().detach()
             if floats.is_meta:
-                raise QuantizeError(f"mod: {slots[0].key} is on the meta device, which holds nothing. Load it first.")
+                raise QuantizeError(f"mod: {slots[0].key} is on the meta device, which holds no values. Load it first.")
             rows = _quantized(floats)
             codes, scales = rows.codes().contiguous().cpu(), rows.scales().clone().cpu()
             if not bool(scales.isfinite().all()):
@@ -143,12 +140,12 @@ class WeightOnlyInt8QuantHandler:
 
 
 def _chosen(model: nn.Module, skip: Sequence[str]) -> list[Weight]:
-    """The weights of every nn.Linear, but for those to skip; refused where a layer would no longer do what it does."""
-    found = survey(model)
-    linears = [weight for weight in found.weights if any(_is_linear(slot) for slot in weight.slots)]
+    """The weights of every nn.Linear, without those to skip; refused where a layer would compute something else."""
+    surveyed = survey(model)
+    linears = [weight for weight in surveyed.weights if any(_is_linear(slot) for slot in weight.slots)]
     names = [[name for slot in weight.slots for name in slot.names] for weight in linears]
-    refused = dict(_refusals(model, found))
-    known = [*refused, *(name for some in names for name in some)]
+    refused = dict(_refusals(model, surveyed))
+    known = [*refused, *(name for tied in names for name in tied)]
     for pattern in skip:
         if not any(re.search(pattern, name) for name in known):
             raise SpecError(f"skip: {pattern!r} matches no Linear. Some that there are: {', '.join(known[:5])}.")
@@ -159,16 +156,16 @@ def _chosen(model: nn.Module, skip: Sequence[str]) -> list[Weight]:
                 f"module: {name or 'the Linear'} cannot be made int8: {refused[name]}. Leave it as it is with "
                 f"skip=[{re.escape(name)!r}]. The model was left as it was."
             )
-    return [weight for weight, mine in zip(linears, names, strict=True) if not left.intersection(mine)]
+    return [weight for weight, tied in zip(linears, names, strict=True) if not left.intersection(tied)]
 
 
-def _refusals(model: nn.Module, found: Survey) -> Iterator[tuple[str, str]]:
+def _refusals(model: nn.Module, surveyed: Survey) -> Iterator[tuple[str, str]]:
     """The names of Linears that cannot be made int8, and why."""
-    for skip in found.skips:
+    for skip in surveyed.skips:
         name = skip.name.rpartition(".")[0]
         if isinstance(model.get_submodule(name), nn.Linear):
             yield name, skip.reason
-    for weight in found.weights:
+    for weight in surveyed.weights:
         others = [slot.key for slot in weight.slots if not isinstance(slot.module, (nn.Linear, nn.Embedding))]
         for slot in weight.slots:
             if others and _is_linear(slot):

@@ -1,9 +1,9 @@
 """Int8 weights with one scale per row, held once, under the names `weight` and `scales`.
 
-An `Int8Rows` holds codes and scales as encoded rows of "int8:block=row", which is what kernels multiply. It is a
-module, so that layers with a tied weight can share one: `.to(...)` and loading then change it for all of them. An
-`Int8Weight` is a layer on top of it, whose state dict has `weight`, int8 [out, in], and `scales`, [out] in the model's
-dtype. It loads these, or a float `weight`, which it quantizes.
+An `Int8Rows` holds codes and scales as encoded rows of "int8:block=row", which kernels multiply. It is a module, so
+that layers with a tied weight can share one: `.to(...)` and loading then change it for all of them. An `Int8Weight` is
+a layer that holds one. Its state dict has `weight`, int8 [out, in], and `scales`, [out] in the model's dtype. It loads
+these, or a float `weight`, which it quantizes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from torch import Tensor, nn
 from narrowcast.codecs import checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.errors import ShapeError
-from narrowcast.kernels.layout import layout
-from narrowcast.nn.modules.base import Encoded, keep_dtype
+from narrowcast.nn.modules.base import Encoded, begin, keep_dtype, set_float_dtype
+from narrowcast.nn.state import ASSIGN
 
 CODEC = as_codec("int8:block=row")
 TILE = 1 << 22
-"""Weights that are quantized at a time, so that what is needed meanwhile stays small beside the model."""
-ASSIGN = "assign_to_params_buffers"
-"""Where torch tells modules of load_state_dict's assign=True."""
+"""Weights that are quantized at a time, so that intermediate results stay small beside the model."""
 
 
 def dynamically_quantize_per_channel(
@@ -52,7 +50,7 @@ def dynamically_quantize_per_channel(
 
 
 class Int8Rows(nn.Module):
-    """Codes and scales as encoded rows. In no state dict, since the layers write what it holds."""
+    """Codes and scales as encoded rows. State dicts hold them under the names of the layers, not under its own."""
 
     data: nn.Parameter
 
@@ -63,7 +61,7 @@ class Int8Rows(nn.Module):
         checks.float_dtype(self.dtype, "dtype")
         self._floats: tuple[object, nn.Parameter] | None = None
         self.allocate(rows, device)
-        self._scales32().fill_(1)
+        self.write(self.codes(), torch.ones(rows, dtype=torch.float32, device=device))
 
     def allocate(self, rows: int, device: torch.device | str | None) -> None:
         data = torch.zeros(rows, CODEC.row_bytes(self.numel), dtype=torch.uint8, device=device)
@@ -71,19 +69,18 @@ class Int8Rows(nn.Module):
 
     def codes(self) -> Tensor:
         """int8 [rows, numel]: a view."""
-        return self.data.detach()[:, : self.numel].view(torch.int8)
+        return CODEC.split(self.data.detach(), self.numel).codes
 
     def scales(self) -> Tensor:
         """[rows] in the dtype of the model: a view in fp32, else a copy."""
-        return self._scales32().to(self.dtype)
+        scales = CODEC.split(self.data.detach(), self.numel).scales
+        assert scales is not None
+        return scales.squeeze(1).to(self.dtype)
 
-    def _scales32(self) -> Tensor:
-        where = layout(CODEC.format, self.numel)
-        return self.data.detach()[:, where.scales_offset : where.zeros_offset].view(torch.float32).squeeze(1)
-
-    def write_scales(self, scales: Tensor, first: int = 0) -> None:
-        """Store scales, rounded to the dtype of the model, from row `first` on."""
-        self._scales32()[first : first + len(scales)].copy_(scales.to(self.dtype))
+    def write(self, codes: Tensor, scales: Tensor, first: int = 0) -> None:
+        """Store codes, and scales rounded to the dtype of the model, from row `first` on."""
+        rows = CODEC.join(codes, scales.to(codes.device, self.dtype).float().unsqueeze(1))
+        self.data.detach()[first : first + len(rows)].copy_(rows)
 
     @torch.no_grad()
     def quantize(self, weight: Tensor) -> None:
@@ -92,8 +89,7 @@ class Int8Rows(nn.Module):
             codes, scales, _ = dynamically_quantize_per_channel(
                 weight[first : first + step].float(), -128, 127, torch.int8
             )
-            self.codes()[first : first + step].copy_(codes)
-            self.write_scales(scales, first)
+            self.write(codes, scales, first)
 
     def as_floats(self) -> nn.Parameter:
         """The decoded weight: one Parameter for all the layers that share these rows."""
@@ -111,22 +107,22 @@ class Int8Rows(nn.Module):
         if scales is None:
             self.quantize(weight)
         else:
-            self.codes().copy_(weight)
-            self.write_scales(scales)
+            self.write(weight, scales)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Rows:
         super()._apply(lambda tensor: keep_dtype(fn, tensor), recurse)  # type: ignore[no-untyped-call]
         dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
         if dtype in checks.FLOATS and dtype != self.dtype:
+            scales = self.scales()
             self.dtype = dtype
-            self.write_scales(self._scales32().clone())
+            self.write(self.codes(), scales)
         return self
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
-        """Nothing: the layers do."""
+        """Nothing: the layers save and load."""
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        """Nothing: the layers do."""
+        """Nothing: the layers save and load."""
 
 
 class Int8Weight(Encoded):
@@ -135,12 +131,12 @@ class Int8Weight(Encoded):
     rows: Int8Rows
     bias_optional = False
     """Whether a state dict may do without the bias."""
-    # The state dict is gpt-fast's own, which has int8 codes and scales: they say what they are.
+    # The state dict is gpt-fast's own: int8 codes and scales need no further description.
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
     def _take(self, rows: Int8Rows) -> None:
-        vars(self).update(_held={}, _float_dtype=rows.dtype, _float_class=self.float_class)
+        begin(self, self.float_class, rows.dtype)
         self.rows = rows
 
     @property
@@ -150,7 +146,7 @@ class Int8Weight(Encoded):
 
     @weight.setter
     def weight(self, codes: Tensor) -> None:
-        self.rows.codes().copy_(codes)
+        self.rows.write(codes.to(torch.int8), self.rows.scales())
 
     @property
     def scales(self) -> Tensor:
@@ -159,7 +155,7 @@ class Int8Weight(Encoded):
 
     @scales.setter
     def scales(self, scales: Tensor) -> None:
-        self.rows.write_scales(scales)
+        self.rows.write(self.rows.codes(), scales)
 
     def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight as floats, in `dtype` or the model's."""
@@ -192,20 +188,16 @@ class Int8Weight(Encoded):
             error_msgs.append(wrong)
             return
         self.rows.load(weight, scales, assign)
-        self._float_dtype = self.rows.dtype
+        set_float_dtype(self, self.rows.dtype)
 
     def _unfit(self, weight: Tensor, scales: Tensor | None, keys: tuple[str, str], assign: bool) -> str:
-        """Why these cannot be loaded; nothing if they can."""
+        """Why these cannot be loaded; "" if they can."""
         shape = self.weight.shape
         if weight.shape != shape or not (weight.dtype == torch.int8 or weight.is_floating_point()):
             wanted = f"expected int8, or floats to quantize, of shape {list(shape)}"
-            return f"{keys[0]}: {wanted}, got {_described(weight)}. The state dict is another model's."
+            return f"{keys[0]}: {wanted}, got {checks.describe(weight)}. The state dict is another model's."
         if scales is not None and (scales.shape != shape[:1] or scales.dtype not in checks.FLOATS):
-            return f"{keys[1]}: expected floats of shape {list(shape[:1])}, got {_described(scales)}."
+            return f"{keys[1]}: expected floats of shape {list(shape[:1])}, got {checks.describe(scales)}."
         if self.rows.data.is_meta and not assign and not weight.is_meta:
-            return f"{keys[0]}: the module is on the meta device, which holds nothing. Load with assign=True."
+            return f"{keys[0]}: the module is on the meta device, which holds no values. Load with assign=True."
         return ""
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

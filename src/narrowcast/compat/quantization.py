@@ -257,19 +257,19 @@ def _listed(tensor_list: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _half_type(qtype: QType) -> DQuantType:
-    found = _as_type(qtype)
-    if found is None:
+    kind = _as_type(qtype)
+    if kind is None:
         raise SpecError(
             f"qtype={qtype!s}: these functions give 16 bits an element, for DQuantType.FP16 and DQuantType.BFP16. For "
             "other codecs there are narrowcast.encode(x, codec) and narrowcast.decode(payload)."
         )
-    return found
+    return kind
 
 
 def _codec(qtype: QType) -> Codec:
-    found = _as_type(qtype)
+    kind = _as_type(qtype)
     try:
-        return as_codec(qtype if found is None else _CODECS[found])  # type: ignore[arg-type]  # refused there
+        return as_codec(qtype if kind is None else _CODECS[kind])  # type: ignore[arg-type]  # refused there
     except SpecError as error:
         raise SpecError(f"qtype: expected DQuantType.FP16, DQuantType.BFP16, or a codec. {error}") from error
 

@@ -7,7 +7,7 @@ Both hooks return a future of the bucket, averaged over the ranks, in its own me
 (PyTorch's send N-1 times all of it, and their scales apart), any number of buckets may be in flight, and every rank
 ends with the same bits.
 
-**Numbers.** A group of elements with the range [lo, hi], stretched to hold zero, has PyTorch's
+**Numbers.** A block of elements with the range [lo, hi], stretched to hold zero, has PyTorch's
 scale = (hi - lo) / 255 and zero_point = round(-lo / scale), and x becomes round(x / scale) + zero_point. Dividing is
 multiplying by a reciprocal here, so that scales may differ in the last bits, and a code by one where x / scale is
 within rounding of a half. What differs on purpose:
@@ -15,10 +15,10 @@ within rounding of a half. What differs on purpose:
 - Scales are not held above 1.2e-7: gradients of 1e-8 keep 8 bits, too.
 - An element is quantized twice, on its way to the rank that adds it up and on its way back, whatever the number of
   ranks; there PyTorch quantizes once. A rank's own part is added exact, and averages are formed in fp32.
-- The tensor is cut into a part (or more) for each rank, and groups start with the parts. So "per tensor" is per part:
-  a range within PyTorch's, and never a coarser scale. Groups of `bucket_size` start elsewhere than PyTorch's where a
-  part's length is no multiple of it.
-- An infinity or NaN makes NaN of its own group on all ranks, not of the whole tensor.
+- The tensor is cut into a part (or several) for each rank, and blocks start with the parts. So "per tensor" is per
+  part: a range within PyTorch's, and never a coarser scale. Blocks of `bucket_size` start elsewhere than PyTorch's
+  where a part's length is not a multiple of it.
+- An infinity or NaN makes its own block NaN on all ranks, not the whole tensor.
 
 For gradients in fewer bits, with error feedback, there is `narrowcast.compress_gradients`.
 
@@ -29,7 +29,7 @@ computed in fp32 (fp64 for fp64), where PyTorch divides bf16 and fp16 in their o
 # No `from __future__ import annotations` here: DDP compares the annotations of a hook with the types themselves.
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,8 +43,8 @@ from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.errors import CollectiveError, ShapeError, SpecError
 
-_PIECE = 1 << 18
-"""Elements that are converted at a time on a CPU, so that what is between two steps stays in a core's cache."""
+_TILE = 1 << 18
+"""Elements that are converted at a time on a CPU, so that intermediate results stay in a core's cache."""
 
 
 def quantization_pertensor_hook(
@@ -106,40 +106,49 @@ def _average(
 
 def _quantize_per_tensor_backend(x: Tensor, scale: Tensor | float, zero_point: Tensor | float) -> Tensor:
     """round(x / scale) + zero_point, from 0 to 255, as uint8."""
-    flat = x.detach().reshape(-1)
-    out = torch.empty(flat.shape, dtype=torch.uint8, device=x.device)
-    step = _step(flat, 1)
-    for target, piece in _pieces(step, out, flat):
-        _quantize(target, piece, _number(scale), _number(zero_point))
-    return out.view(x.shape)
+    return _convert_tensor(_quantize, torch.uint8, x, scale, zero_point)
 
 
 def _dequantize_per_tensor_backend(y: Tensor, scale: Tensor | float, zero_point: Tensor | float) -> Tensor:
     """scale * (y - zero_point), in fp32."""
-    flat = y.detach().reshape(-1)
-    out = torch.empty(flat.shape, dtype=torch.float32, device=y.device)
-    step = _step(flat, 1)
-    for target, piece in _pieces(step, out, flat):
-        _dequantize(target, piece, _number(scale), _number(zero_point))
-    return out.view(y.shape)
+    return _convert_tensor(_dequantize, torch.float32, y, scale, zero_point)
 
 
 def _quantize_per_channel_backend(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     """`_quantize_per_tensor_backend` of each x[i], with scale[i] and zero_point[i]."""
-    rows, scales, zeros, step = _channels(x, "x", scale, zero_point)
-    out = torch.empty(rows.shape, dtype=torch.uint8, device=x.device)
-    for pieces in _pieces(step, out, rows, scales, zeros):
-        _quantize(*pieces)
-    return out.view(x.shape)
+    return _convert_channels(_quantize, torch.uint8, x, "x", scale, zero_point)
 
 
 def _dequantize_per_channel_backend(y: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     """`_dequantize_per_tensor_backend` of each y[i], with scale[i] and zero_point[i]."""
-    rows, scales, zeros, step = _channels(y, "y", scale, zero_point)
-    out = torch.empty(rows.shape, dtype=torch.float32, device=y.device)
-    for pieces in _pieces(step, out, rows, scales, zeros):
-        _dequantize(*pieces)
-    return out.view(y.shape)
+    return _convert_channels(_dequantize, torch.float32, y, "y", scale, zero_point)
+
+
+def _convert_tensor(
+    convert: Callable[..., None], dtype: torch.dtype, x: Tensor, scale: Tensor | float, zero_point: Tensor | float
+) -> Tensor:
+    flat = x.detach().reshape(-1)
+    out = torch.empty(flat.shape, dtype=dtype, device=x.device)
+    for target, tile in _tiles(1, out, flat):
+        convert(target, tile, _number(scale), _number(zero_point))
+    return out.view(x.shape)
+
+
+def _convert_channels(
+    convert: Callable[..., None], dtype: torch.dtype, x: Tensor, name: str, scale: Tensor, zero_point: Tensor
+) -> Tensor:
+    if x.dim() == 0:
+        raise ShapeError(f"{name}: channels are along the first dimension, and a scalar has none. Pass {name}.view(1).")
+    for value, argument in ((scale, "scale"), (zero_point, "zero_point")):
+        if value.numel() != len(x):
+            raise ShapeError(
+                f"{argument}: {name} has {len(x)} channels, {argument} {value.numel()}. Pass one for each."
+            )
+    rows = x.detach().reshape(len(x), math.prod(x.shape[1:]))
+    out = torch.empty(rows.shape, dtype=dtype, device=x.device)
+    for tiles in _tiles(rows.shape[1], out, rows, scale.float().view(-1, 1), zero_point.float().view(-1, 1)):
+        convert(*tiles)
+    return out.view(x.shape)
 
 
 def _quantize(out: Tensor, x: Tensor, scale: Tensor | float, zero_point: Tensor | float) -> None:
@@ -151,29 +160,13 @@ def _dequantize(out: Tensor, y: Tensor, scale: Tensor | float, zero_point: Tenso
     torch.sub(y.float(), zero_point, out=out).mul_(scale)
 
 
-def _channels(x: Tensor, name: str, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """x as a matrix, what its rows have each, and how many of them are converted at a time."""
-    if x.dim() == 0:
-        raise ShapeError(f"{name}: channels are along the first dimension, and a scalar has none. Pass {name}.view(1).")
-    for value, argument in ((scale, "scale"), (zero_point, "zero_point")):
-        if value.numel() != len(x):
-            raise ShapeError(
-                f"{argument}: {name} has {len(x)} channels, {argument} {value.numel()}. Pass one for each."
-            )
-    rows = x.detach().reshape(len(x), math.prod(x.shape[1:]))
-    return rows, scale.float().view(-1, 1), zero_point.float().view(-1, 1), _step(rows, rows.shape[1])
-
-
-def _step(rows: Tensor, numel: int) -> int:
-    """How many rows of `numel` elements are converted at a time: all of them where each step is a kernel launch."""
-    return max(1, len(rows) if rows.is_cuda else _PIECE // max(1, numel))
-
-
-def _pieces(step: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one length, `step` rows of each at a time."""
+def _tiles(numel: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one length, whose rows have `numel` elements, tile by tile; on a GPU all at once."""
+    first = tensors[0]
+    step = max(1, len(first) if first.is_cuda else _TILE // max(1, numel))
     return zip(*(torch.split(tensor, step) for tensor in tensors), strict=True)
 
 
 def _number(value: Tensor | float) -> Tensor | float:
-    """A scale as what leaves fp32 as it is: PyTorch's observers give one of shape [1]."""
+    """A scale that does not promote fp32: PyTorch's observers give a tensor of shape [1]."""
     return value.float().reshape(()) if isinstance(value, Tensor) else value

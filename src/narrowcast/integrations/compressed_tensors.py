@@ -1,13 +1,14 @@
 """Export to compressed-tensors' pack-quantized format, which vLLM, transformers and others read.
 
-What that format can say: a Linear whose weight is integers of 4 or 8 bits, a scale for each row or for each group of
-columns that divides the row, and a zero point for each scale if need be. So `int4` and `int8` fit, with
-any scale type and with `zero_point=true`; other codecs are refused with an `ExportError`, before anything is written.
+The format holds the weights of Linear modules: integers of 4 or 8 bits, a scale for each row or for each group of
+columns that divides the row, and optionally a zero point for each scale. So `int4` and `int8` fit, with any scale type
+and with `zero_point=true`. Other codecs are refused with an `ExportError` before anything is written.
 
-The integers are ours, bit for bit. Scales are written as fp32, so that the package decodes a weight to our own fp32
-values exactly (zeros may come back as -0: our scales may be negative). Many programs cast scales to the model's dtype
-when they load them. That changes nothing for the bf16 scales of `int4` in a bf16 model; fp32 scales are rounded then,
-each weight by up to 2**-8 of its value in bf16. `scale_dtype=` does that rounding here instead, in smaller files.
+The integers are those of the rows, bit for bit. Scales are written as fp32, so that the package decodes a weight to the
+same fp32 values as the codec (zeros may come back as -0, since scales may be negative). Many programs cast scales to
+the model's dtype when they load them. That changes nothing for the bf16 scales of `int4` in a bf16 model. fp32 scales
+are rounded then, which moves each weight by up to 2**-8 of its value in bf16; `scale_dtype=` rounds here instead, in
+smaller files.
 
 Encoded embeddings, GPT-2's Conv1D and tied weights are refused, too: programs that read the format look for packed
 weights in Linear modules.
@@ -30,7 +31,6 @@ from narrowcast.checkpoint.selection import module_name
 from narrowcast.codecs.payload import EncodedRows
 from narrowcast.errors import ExportError
 from narrowcast.kernels.layout import ROW, Element, layout
-from narrowcast.kernels.reference import scale_value, unpack
 from narrowcast.nn import Embedding, Linear
 from narrowcast.sensitivity.statistics import tiles
 
@@ -94,26 +94,27 @@ def export(
 def packed(name: str, rows: EncodedRows, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The tensors that a weight becomes: `name` ends in "weight", they in "weight_packed", "weight_scale" and so on."""
     scheme = _scheme(name, rows)
-    bits, where = scheme.bits, layout(rows.codec.format, rows.numel)
-    half = 1 << (bits - 1)
-    words = []
+    half = 1 << (scheme.bits - 1)
+    words, scales, zero_points = [], [], []
     for start, stop in tiles(len(rows.data), rows.numel):
-        codes = unpack(rows.data[start:stop, : where.codes_bytes], rows.numel, bits)
-        # Two's complement, or a code counted from 0: either way as an integer from -half to half - 1.
-        codes = (codes ^ half) - half if scheme.symmetric else codes - half
-        words.append(pack_to_int32(codes.to(torch.int8), bits))
-    scale = scale_value(rows.data[:, where.scales_offset : where.zeros_offset], rows.codec.format.scale)
-    found = {
+        tile = rows.codec.split(rows.data[start:stop], rows.numel)
+        assert tile.scales is not None
+        codes = tile.codes
+        if tile.zero_points is not None:  # affine codes count from 0; the package wants integers from -half to half - 1
+            codes = codes.to(torch.int16) - half
+            zero_points.append((tile.zero_points.to(torch.int16) - half).to(torch.int8))
+        words.append(pack_to_int32(codes.to(torch.int8), scheme.bits))
+        scales.append(tile.scales.to(scale_dtype))
+    tensors = {
         f"{name}_packed": torch.cat(words),
-        f"{name}_scale": scale.to(scale_dtype),
+        f"{name}_scale": torch.cat(scales),
         f"{name}_shape": torch.tensor(rows.shape, dtype=torch.int64, device="cpu"),
     }
-    if not scheme.symmetric:
-        zeros = rows.data[:, where.zeros_offset : where.zeros_offset + where.groups].to(torch.int16) - half
-        found[f"{name}_zero_point"] = pack_to_int32(zeros.to(torch.int8), bits, packed_dim=0).clone(
+    if zero_points:
+        tensors[f"{name}_zero_point"] = pack_to_int32(torch.cat(zero_points), scheme.bits, packed_dim=0).clone(
             memory_format=torch.contiguous_format
         )
-    return found
+    return tensors
 
 
 def _scheme(name: str, rows: EncodedRows) -> Scheme:
@@ -151,7 +152,7 @@ def _describe(state: State, schemes: Mapping[str, Scheme], linears: set[str] | N
     for name, scheme in schemes.items():
         groups.setdefault(scheme, []).append(module_name(name))
     left = {module_name(name) for name, value in state.items() if isinstance(value, Tensor) and value.dim() == 2}
-    made = {}
+    schemes_by_group = {}
     for number, (scheme, names) in enumerate(groups.items()):
         # "Linear" stands for all of them, as most programs that read such folders expect; with several schemes, or
         # embeddings among the quantized, each module is named.
@@ -163,12 +164,15 @@ def _describe(state: State, schemes: Mapping[str, Scheme], linears: set[str] | N
             strategy="group" if scheme.group else "channel",
             group_size=scheme.group,
         )
-        made[f"group_{number}"] = QuantizationScheme(
+        schemes_by_group[f"group_{number}"] = QuantizationScheme(
             targets=["Linear"] if alone else sorted(names), weights=weights, format="pack-quantized"
         )
     ignored = (linears or left | {"lm_head"}) - {name for names in groups.values() for name in names}
     config = QuantizationConfig(
-        config_groups=made, format="pack-quantized", quantization_status="compressed", ignore=sorted(ignored)
+        config_groups=schemes_by_group,
+        format="pack-quantized",
+        quantization_status="compressed",
+        ignore=sorted(ignored),
     )
     return {"version": version("compressed-tensors"), **json.loads(config.model_dump_json())}
 
@@ -193,31 +197,31 @@ def _config(model: Any) -> dict[str, Any]:
 
 
 def _linears(model: torch.nn.Module) -> set[str]:
-    found = set()
+    names = set()
     for name, module in model.named_modules():
-        if isinstance(module, Embedding) or (isinstance(module, Linear) and module._held["weight"].transposed):
+        if isinstance(module, Embedding) or (isinstance(module, Linear) and module.held.transposed):
             kind = "an Embedding" if isinstance(module, Embedding) else "a Conv1D, with a weight of [in, out],"
             raise ExportError(
                 f"{name}: is {kind} in the float model, and programs that read pack-quantized read Linear modules. "
                 f"{_leave_out(name)}"
             )
         if isinstance(module, (torch.nn.Linear, Linear)):
-            found.add(name)
-    return found
+            names.add(name)
+    return names
 
 
 def _untied(state: State) -> State:
     """The state without the second names of tied floats. Rows that are tied have no place in the format."""
     seen: dict[tuple[int, torch.Size, torch.dtype], str] = {}
-    kept: dict[str, Tensor | EncodedRows] = {}
+    untied: dict[str, Tensor | EncodedRows] = {}
     for name, value in state.items():
         data = value.data if isinstance(value, EncodedRows) else value
         first = seen.setdefault((data.data_ptr(), data.shape, data.dtype), name) if data.numel() else name
         if first == name:
-            kept[name] = value
+            untied[name] = value
         elif isinstance(value, EncodedRows):
             raise ExportError(
                 f"{first} and {name} are one tied weight, and pack-quantized cannot tie packed weights. "
                 f"{_leave_out(name)} Or untie them before quantizing."
             )
-    return kept
+    return untied

@@ -30,7 +30,7 @@ from narrowcast.codecs.rules import CodecLike, compile_rules
 from narrowcast.errors import QuantizeError, SpecError, StateDictError
 from narrowcast.nn import adopt, dequantize_, encodings
 from narrowcast.nn.encodings import drop_codecs, stored_state
-from narrowcast.nn.modules.base import Encoded, become, hold
+from narrowcast.nn.modules.base import Encoded, become, encoded_parameters, float_dtype_of, hold, set_float_dtype
 from narrowcast.nn.quantize import finish, place
 from narrowcast.nn.survey import Weight, survey
 
@@ -199,7 +199,7 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
         wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a config that was saved has a string
         for module in model.modules():
             if isinstance(module, Encoded) and wanted is not None:
-                module._float_dtype = wanted
+                set_float_dtype(module, wanted)
         return dequantize_(model)
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -265,8 +265,8 @@ def _complete(weight: Weight, codec: Codec) -> None:
     for slot in weight.slots:
         rows = slot.float_weight()
         if first is not None and not isinstance(slot.module, Encoded) and rows.dtype == torch.uint8:
-            become(slot.module, slot.target, first._float_dtype)
-            hold(slot.module, slot.parameter, rows, next(iter(first._held.values())))
+            become(slot.module, slot.target, float_dtype_of(first))
+            hold(slot.module, slot.parameter, rows, next(iter(encoded_parameters(first).values())))
 
 
 def _decode(model: nn.Module, key: str, encoding: Encoding) -> None:
@@ -282,7 +282,7 @@ def _decode(model: nn.Module, key: str, encoding: Encoding) -> None:
 
 def _check_rows(name: str, module: nn.Module) -> None:
     """The loader puts any tensor in the place of any other once a model is quantized."""
-    known = module._held if isinstance(module, Encoded) else {}
+    known = encoded_parameters(module)
     for parameter, rows in module._parameters.items():
         held = known.get(parameter)
         if rows is None or (held is None and rows.dtype != torch.uint8):

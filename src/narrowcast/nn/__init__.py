@@ -1,7 +1,7 @@
 """Encoded rows inside modules, under the names of torch.nn.
 
-`quantize_` turns the weights of a model into encoded rows, in place, and `dequantize_` turns them back. The modules
-below are what a model then consists of; `encodings` and `adopt` carry it through files.
+`quantize_` turns the weights of a model into encoded rows, in place, and `dequantize_` turns them back. A quantized
+model consists of the modules below; `encodings` and `adopt` carry it through files.
 """
 
 from narrowcast.nn.encodings import adopt, encodings

@@ -1,8 +1,8 @@
-"""Which keys of a model's state dict are encoded rows, and a model made so that these keys are.
+"""Which keys of a model's state dict are encoded rows, and how a float model gets the same ones.
 
-`encodings(model)` describes a quantized model; `adopt(model, encodings)` gives a float model (on the meta device, as
-a rule) the same encoded keys, with rows that are still to be loaded. Together they carry a quantized model through a
-file: nothing is quantized again.
+`encodings(model)` describes a quantized model. `adopt(model, encodings)` makes the same keys of a float model encoded
+rows, usually on the meta device; their bytes are still to be loaded. Together they carry a quantized model through a
+file without quantizing it again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast.codecs import checks
 from narrowcast.codecs.payload import EncodedRows, Encoding
 from narrowcast.errors import StateDictError
-from narrowcast.nn.modules.base import Encoded
+from narrowcast.nn.modules.base import Encoded, encoded_parameters, float_dtype_of
 from narrowcast.nn.quantize import as_module, finish, place
 from narrowcast.nn.state import KEY, unpack
 from narrowcast.nn.survey import Survey, Weight, join, survey
@@ -25,29 +26,29 @@ from narrowcast.nn.survey import Survey, Weight, join, survey
 def encodings(model: nn.Module) -> dict[str, Encoding]:
     """For each key of the state dict that holds encoded rows: the codec, and the shape and dtype of the weight."""
     return {
-        join(name, parameter): module._encoding(parameter)
+        join(name, parameter): Encoding(held.codec, held.shape, float_dtype_of(module))
         for name, module in as_module(model).named_modules(remove_duplicate=False)
         if isinstance(module, Encoded)
-        for parameter in module._held
+        for parameter, held in encoded_parameters(module).items()
     }
 
 
 def stored_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
-    """The state dict as files have it: without what encoded modules say in it, which `encodings` says."""
+    """The state dict as files have it: without the extra state of encoded modules, since `encodings` says the same."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=keep_vars)
     drop_codecs(model, state)
     return state
 
 
 def drop_codecs(model: nn.Module, state: dict[str, Any], prefix: str = "", *rest: Any) -> None:
-    """Take out of a state dict what encoded modules say in it; a post-hook of `state_dict`, too."""
+    """Remove the extra state of encoded modules from a state dict. Also a post-hook of `state_dict`."""
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Encoded):
             state.pop(prefix + join(name, KEY), None)
 
 
-def check_said(encoding: Encoding, key: str, packed: Tensor, where: str) -> None:
-    """Whether what a state dict said of the rows of `key` is what they are declared to be elsewhere."""
+def check_declared(encoding: Encoding, key: str, packed: Tensor, where: str) -> None:
+    """Refuse an encoding of `key` that is declared elsewhere, if the extra state `packed` names another codec."""
     module, _, parameter = key.rpartition(".")
     facts = unpack(packed, join(module, KEY)).get(parameter)
     if facts is not None and facts[0] != encoding.codec.spec:
@@ -64,27 +65,27 @@ def adopt(model: nn.Module, wanted: Mapping[str, Encoding]) -> None:
     A tied weight may be named by any of its keys. Keys that hold such rows already are left as they are. The model is
     unchanged if a key does not fit it.
     """
-    found = survey(as_module(model))
-    by_key = {key: weight for weight in found.weights for key in weight.names()}
+    surveyed = survey(as_module(model))
+    by_key = {key: weight for weight in surveyed.weights for key in weight.names()}
     present = encodings(model)
     chosen: dict[int, tuple[Weight, Encoding]] = {}
     for key, encoding in wanted.items():
         if present.get(key, encoding) != encoding:
             raise StateDictError(
-                f"{key!r}: the model holds rows of {_described(present[key])} there, not of "
-                f"{_described(encoding)}. Call dequantize_(model) first, or start from a new model."
+                f"{key!r}: the model holds rows of {_describe(present[key])} there, not of "
+                f"{_describe(encoding)}. Call dequantize_(model) first, or start from a new model."
             )
         if key in present:
             continue
         weight = by_key.get(key)
         if weight is None:
-            raise StateDictError(f"{key!r}: {_why_not(key, by_key, found)}")
+            raise StateDictError(f"{key!r}: {_why_not(key, by_key, surveyed)}")
         _check(key, encoding, weight)
         first = chosen.setdefault(id(weight), (weight, encoding))[1]
         if first != encoding:
             raise StateDictError(
                 f"{key!r}: {' and '.join(weight.names())} are one tied weight, but are described as "
-                f"{_described(first)} and {_described(encoding)}. Untie them in the model, or save it tied."
+                f"{_describe(first)} and {_describe(encoding)}. Untie them in the model, or save it tied."
             )
     for weight, encoding in chosen.values():
         place(weight, _empty_rows(weight, encoding))
@@ -108,8 +109,8 @@ def _check(key: str, encoding: Encoding, weight: Weight) -> None:
         )
 
 
-def _why_not(key: str, by_key: Mapping[str, Weight], found: Survey) -> str:
-    for skip in found.skips:
+def _why_not(key: str, by_key: Mapping[str, Weight], surveyed: Survey) -> str:
+    for skip in surveyed.skips:
         if skip.name == key:
             return f"the model cannot hold encoded rows there: {skip.reason}."
     near = get_close_matches(key, by_key, 1, 0.0)
@@ -117,6 +118,5 @@ def _why_not(key: str, by_key: Mapping[str, Weight], found: Survey) -> str:
     return f"the model has no weight of that name.{hint} The file is another model's, or its keys have a prefix."
 
 
-def _described(encoding: Encoding) -> str:
-    dtype = str(encoding.dtype).removeprefix("torch.")
-    return f"{encoding.codec.spec} for {dtype} {list(encoding.shape)}"
+def _describe(encoding: Encoding) -> str:
+    return f"{encoding.codec.spec} for {checks.dtype_name(encoding.dtype)} {list(encoding.shape)}"

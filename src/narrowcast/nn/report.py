@@ -1,4 +1,4 @@
-"""What `quantize_` did: each weight with its codec, bytes and error, each weight it left with the reason.
+"""What `quantize_` did: each encoded weight with its codec, bytes and error, each skipped weight with the reason.
 
 `str(report)` is a table to read, `report.to_dict()` plain values for machines.
 """

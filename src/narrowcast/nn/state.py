@@ -1,9 +1,9 @@
-"""What a module is beside its tensors, in its state dict.
+"""What the state dict of a module says beside its tensors.
 
-Rows of bytes do not say which codec made them, nor a clip whether its weight is normalized first. Modules of this
-library say it in the way that torch has for it, the key `_extra_state`: JSON as uint8, padded with blanks to a multiple
-of 64 bytes so that most have the same size. A tensor, since safetensors, distributed checkpoints and
-torch.load(weights_only=True) carry nothing else; on the CPU wherever the module is, made when it is asked for.
+Rows of bytes do not say which codec made them, and a clip does not say whether its weight is normalized first. Modules
+of this library say it under torch's key for such facts, `_extra_state`: JSON as uint8, padded with blanks to a multiple
+of 64 bytes so that most have the same size. It is a tensor, since safetensors, distributed checkpoints and
+torch.load(weights_only=True) carry nothing else. It is made on demand, on the CPU wherever the module is.
 
 State dicts from before this key load without it, strict or not, and are not checked for what they do not say.
 """
@@ -11,16 +11,19 @@ State dicts from before this key load without it, strict or not, and are not che
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowcast.errors import StateDictError
 
 KEY = "_extra_state"
 ROOM = 64
+"""Bytes that the facts are padded to a multiple of."""
+ASSIGN = "assign_to_params_buffers"
+"""The key of the local metadata by which torch tells modules of load_state_dict's assign=True."""
 
 
 def pack(facts: Mapping[str, Any]) -> Tensor:
@@ -54,6 +57,20 @@ def facts_in(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any] | Non
 
 
 def not_missing(missing_keys: list[str], prefix: str) -> None:
-    """Earlier versions wrote no such key: it is not missed."""
+    """Take this module's key out of the missing ones: earlier versions wrote none."""
     if prefix + KEY in missing_keys:
         missing_keys.remove(prefix + KEY)
+
+
+def check_before_loading(model: nn.Module, check: Callable[..., None], wanted: bool) -> None:
+    """Let `check` see every state dict before any module of the model loads it, or no longer.
+
+    So a state dict that does not fit changes nothing. Asking twice registers the check once.
+    """
+    hooks = model._load_state_dict_pre_hooks
+    present = [key for key, hook in hooks.items() if getattr(hook, "hook", None) is check]
+    if wanted and not present:
+        model.register_load_state_dict_pre_hook(check)  # type: ignore[no-untyped-call]
+    if not wanted:
+        for key in present:
+            del hooks[key]

@@ -1,12 +1,12 @@
-"""Where in a model encoded rows can lie, and why not elsewhere.
+"""Which weights of a model can be encoded, and why the others cannot.
 
 A `Slot` is one parameter of one module that has an encoded form: the weight of a Linear, Embedding or convolution, the
-projections of an attention, the 3-D weights of experts. A module is taken if its class computes what torch's does:
+projections of an attention, the 3-D weights of experts. A module counts if its class computes what torch's does:
 torch's class itself, or a subclass that adds nothing to it. Every other weight, of two dimensions or more, is a `Skip`
 with the reason; vectors are biases and norms, which stay as they are and are not listed.
 
-A `Weight` is a Parameter with all its slots: several where it is tied. Nothing here holds on to a Parameter, so
-that each can be freed as soon as its module lets go of it.
+A `Weight` is a Parameter with all its slots: several where it is tied. A survey holds no Parameter, so that each can be
+freed as soon as its module drops it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from narrowcast.codecs import checks
+from narrowcast.nn.direct_reads import find_direct_reads
 from narrowcast.nn.modules.attention import APART, PACKED, MultiheadAttention
-from narrowcast.nn.modules.base import Encoded
+from narrowcast.nn.modules.base import Encoded, encoded_parameters, float_class_of
 from narrowcast.nn.modules.conv import Conv1d, Conv2d, Conv3d
 from narrowcast.nn.modules.embedding import Embedding
 from narrowcast.nn.modules.experts import experts_class
 from narrowcast.nn.modules.linear import Linear
-from narrowcast.nn.readers import read_past_module
 
 TARGETS: dict[type[nn.Module], type[Encoded]] = {
     target.float_class: target for target in (Linear, Embedding, Conv1d, Conv2d, Conv3d, MultiheadAttention)
 }
-# What a subclass may define and still be, to a caller, the class it comes from.
+# What a subclass may define and still compute what its base class does.
 _HARMLESS = {"__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__constants__", "extra_repr"}
 _HARMLESS |= {"reset_parameters", "__repr__", "__firstlineno__", "__static_attributes__", "__annotate_func__"}
 
@@ -52,13 +52,13 @@ class Slot(NamedTuple):
         return join(self.names[0], self.parameter)
 
     def known_as(self) -> list[str]:
-        """What rules are looked for in: the module's names, and the parameter's where it is no `weight`."""
+        """The names that rules are matched with: the module's, and the parameter's where it is not called `weight`."""
         if self.parameter == "weight":
             return list(self.names)
         return [name for module in self.names for name in (module, join(module, self.parameter))]
 
     def shape(self) -> torch.Size:
-        """Of the weight row by row."""
+        """The shape of the weight row by row."""
         shape = self.float_weight().shape
         return torch.Size((shape[1], shape[0])) if self.transposed else shape
 
@@ -81,12 +81,12 @@ class Weight(NamedTuple):
     slots: list[Slot]
 
     def names(self) -> list[str]:
-        """Its keys in a state dict."""
+        """The keys of the weight in a state dict."""
         return [join(name, slot.parameter) for slot in self.slots for name in slot.names]
 
 
 class Survey(NamedTuple):
-    """What a model has to be quantized."""
+    """The weights of a model that can be encoded, and those that cannot."""
 
     weights: list[Weight]
     skips: list[Skip]
@@ -99,52 +99,54 @@ def survey(model: nn.Module) -> Survey:
         names.setdefault(module, []).append(name)
     slots: dict[int, list[Slot]] = {}
     skips: dict[int, list[Skip]] = {}
-    read = _read_by_parent(model)
+    readers = _find_readers(model)
     for module, known in names.items():
         for parameter, weight in module._parameters.items():
             if weight is None or parameter == "bias" or (not is_lazy(weight) and weight.dim() < 2):
                 continue
-            found = _slot(module, parameter, weight, tuple(known), read.get((module, parameter), ""))
-            if isinstance(found, Slot):
-                slots.setdefault(id(weight), []).append(found)
+            slot = _slot(module, parameter, weight, tuple(known), readers.get((module, parameter), ""))
+            if isinstance(slot, Slot):
+                slots.setdefault(id(weight), []).append(slot)
             else:
-                skips.setdefault(id(weight), []).append(Skip(join(known[0], parameter), found))
+                skips.setdefault(id(weight), []).append(Skip(join(known[0], parameter), slot))
     weights = []
-    for identity, some in slots.items():
-        why = _why_tied_apart(some, skips.get(identity, []))
+    for identity, tied in slots.items():
+        why = _why_not_tied(tied, skips.get(identity, []))
         if why:
-            skips.setdefault(identity, []).extend(Skip(slot.key, why) for slot in some)
+            skips.setdefault(identity, []).extend(Skip(slot.key, why) for slot in tied)
         else:
-            weights.append(Weight(some))
-    return Survey(weights, [skip for some in skips.values() for skip in some] + _without_parameter(names))
+            weights.append(Weight(tied))
+    return Survey(weights, [skip for tied in skips.values() for skip in tied] + _without_parameter(names))
 
 
 def join(module: str, parameter: str) -> str:
+    """The key of a parameter in a state dict; the root module has the name ""."""
     return f"{module}.{parameter}" if module else parameter
 
 
-def _slot(module: nn.Module, parameter: str, weight: Tensor, names: tuple[str, ...], read: str) -> Slot | str:
-    """The slot, or why there is none; `read` says who reads the weight past its module."""
-    if isinstance(module, Encoded) and parameter in module._held:
-        return f"already encoded, in {module._held[parameter].codec.spec}"
+def _slot(module: nn.Module, parameter: str, weight: Tensor, names: tuple[str, ...], reader: str) -> Slot | str:
+    """The slot, or why there is none; `reader` is the class of a parent that reads the weight directly, or ""."""
+    held = encoded_parameters(module).get(parameter)
+    if held is not None:
+        return f"already encoded, in {held.codec.spec}"
     why = _unfit(weight) or _changed(module)
     if why:
         return why
-    if read and (isinstance(module, tuple(TARGETS)) or _is_transposed_linear(module)):
-        return f"{read} reads it past its module"
+    if reader and (isinstance(module, tuple(TARGETS)) or _is_transposed_linear(module)):
+        return direct_read(reader, parameter)
     if _is_transposed_linear(module) and parameter == "weight":
         return Slot(module, parameter, Linear, names, transposed=True)
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "max_norm changes rows as they are read, and encoded rows are not changed"
     for base, target in TARGETS.items():
         if isinstance(module, base):
-            mine = (PACKED, *APART) if base is nn.MultiheadAttention else ("weight",)
-            return Slot(module, parameter, target, names) if parameter in mine else "not a projection"
+            projections = (PACKED, *APART) if base is nn.MultiheadAttention else ("weight",)
+            return Slot(module, parameter, target, names) if parameter in projections else "not a projection"
     return _expert_slot(module, parameter, weight, names)
 
 
 def _expert_slot(module: nn.Module, parameter: str, weight: Tensor, names: tuple[str, ...]) -> Slot | str:
-    kind = module._float_class if isinstance(module, Encoded) else type(module)
+    kind = float_class_of(module)
     if kind.__module__.split(".")[0] == "torch":
         return f"torch.nn.{kind.__name__} has no encoded form"
     if weight.dim() != 3:
@@ -155,7 +157,7 @@ def _expert_slot(module: nn.Module, parameter: str, weight: Tensor, names: tuple
         return Slot(module, parameter, type(module), names, lead=2)
     if kind.get_extra_state is not nn.Module.get_extra_state:
         return f"{kind.__name__} has an extra state of its own, where encoded modules say which codec their rows have"
-    stacks = tuple(name for name, some in module._parameters.items() if some is not None and some.dim() == 3)
+    stacks = tuple(name for name, stack in module._parameters.items() if stack is not None and stack.dim() == 3)
     return Slot(module, parameter, experts_class(kind, stacks), names, lead=2)
 
 
@@ -168,7 +170,7 @@ def _unfit(weight: Tensor) -> str:
     if weight.layout != torch.strided:
         return f"{str(weight.layout).removeprefix('torch.')}, not dense"
     if weight.dtype not in checks.FLOATS:
-        return f"{str(weight.dtype).removeprefix('torch.')}, and codecs take float32, bfloat16, float16 or float64"
+        return f"{checks.dtype_name(weight.dtype)}, and codecs take float32, bfloat16, float16 or float64"
     return "" if weight.numel() else "no elements"
 
 
@@ -187,21 +189,26 @@ def _changed(module: nn.Module) -> str:
     return ""
 
 
-def _read_by_parent(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
-    """Parameters that are read by another module, which cannot know of rows."""
-    found = read_past_module(model)
+def direct_read(reader: str, parameter: str = "weight") -> str:
+    """Why a weight that a parent module uses itself stays as it is: the parent would read rows as floats."""
+    return f"the parent module {reader} reads `.{parameter}` directly instead of calling the layer"
+
+
+def _find_readers(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
+    """Parameters that another module reads directly, with the class of that module."""
+    readers = find_direct_reads(model)
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) and _changed(module):  # torch's own code, in a subclass
-            found[module.out_proj, "weight"] = type(module).__name__
-    return found
+            readers[module.out_proj, "weight"] = type(module).__name__
+    return readers
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:
-    """GPT-2's Conv1D, known by its name so that transformers need not be there."""
+    """Whether a module is GPT-2's Conv1D; by its name, since transformers may not be installed."""
     return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-def _why_tied_apart(slots: list[Slot], skips: list[Skip]) -> str:
+def _why_not_tied(slots: list[Slot], skips: list[Skip]) -> str:
     """Why a tied weight cannot be one set of rows for all that hold it."""
     if skips:
         return f"tied to {skips[0].name}, which cannot be encoded: {skips[0].reason}"
@@ -213,7 +220,7 @@ def _why_tied_apart(slots: list[Slot], skips: list[Skip]) -> str:
 
 
 def _without_parameter(names: dict[nn.Module, list[str]]) -> list[Skip]:
-    """Modules of a kind that is encoded, whose weight is no Parameter of theirs."""
+    """Skips for layers that could be encoded if their weight were a Parameter of theirs."""
     skips = []
     for module, known in names.items():
         if isinstance(module, Encoded) or "weight" in module._parameters or isinstance(module, nn.MultiheadAttention):

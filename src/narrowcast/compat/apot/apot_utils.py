@@ -21,7 +21,7 @@ WIDEST = 256
 """The most levels that the kernels hold; larger grids are searched by torch."""
 REMEMBERED = 64
 _grids: OrderedDict[tuple[object, ...], tuple[Tensor, Grid]] = OrderedDict()
-"""Grids by where their levels lie, with these, so that the memory is not another tensor's."""
+"""Grids by the address of their levels. The levels are held too, so that no other tensor gets their memory."""
 
 
 def float_to_apot(x: Tensor | float, levels: Tensor, indices: Tensor, alpha: Tensor | float) -> Tensor:
@@ -46,17 +46,17 @@ def apot_to_float(x_apot: Tensor | int, levels: Tensor, indices: Tensor) -> Tens
     by_code[indices] = levels.to(codes.device)
     known = not codes.numel() or (int(codes.min()) >= 0 and int(codes.max()) < len(by_code))
     values = by_code[codes] if known else by_code
-    # Codes with a gap between them, which no observer gives, leave a NaN there.
+    # Codes with a gap between them, which no observer gives, have a NaN in the gap.
     if not known or (len(by_code) != len(indices) and bool(values.isnan().any())):
         raise PayloadError(
-            f"x_apot: holds a code that is none of the {len(indices)} in indices, {int(indices.min())} to "
+            f"x_apot: holds a code that is not one of the {len(indices)} in indices, {int(indices.min())} to "
             f"{int(indices.max())}. The codes were made with another b, k or sign: use the quantizer that made them."
         )
     return values
 
 
 def quant_dequant_util(x: Tensor | float, levels: Tensor, indices: Tensor | None = None) -> Tensor:
-    """`x` at the nearest levels, in its own dtype; a NaN stays one. `indices` does not count."""
+    """`x` at the nearest levels, in its own dtype; a NaN stays one. `indices` is not used."""
     values = _as_floats(x, levels)
     grid = _grid(levels.to(values.device))
     if len(grid.levels) > WIDEST:
@@ -66,7 +66,7 @@ def quant_dequant_util(x: Tensor | float, levels: Tensor, indices: Tensor | None
 
 
 def _grid(levels: Tensor) -> Grid:
-    """What kernels take, made once for a tensor of levels: on a GPU, making it waits for the device."""
+    """The grid of a tensor of levels, computed once: on a GPU, computing it waits for the device."""
     version = 0 if levels.is_inference() else levels._version
     key = (str(levels.device), levels.data_ptr(), len(levels), version)
     if key not in _grids:

@@ -21,8 +21,8 @@ class APoTFakeQuantize(FakeQuantizeBase):
     """
 
     qparams: QParams | None
-    """alpha, gamma, levels and codes in use. Made of the observer's extremes, which a state dict carries; so that these
-    are all that DDP has to keep the same on every rank."""
+    """alpha, gamma, levels and codes in use, computed from the observer's extremes. A state dict holds the extremes,
+    and DDP keeps them the same on every rank."""
 
     def __init__(
         self, observer: Callable[..., APoTObserver] = APoTObserver, signed: bool | None = None, **observer_kwargs: Any
@@ -33,21 +33,13 @@ class APoTFakeQuantize(FakeQuantizeBase):
         self.signed = signed
         self.qparams = None
 
-    @property
-    def alpha(self) -> Tensor | None:
-        return None if self.qparams is None else self.qparams[0]
+    alpha = property(lambda self: self._qparam(0))
+    gamma = property(lambda self: self._qparam(1))
+    quantization_levels = property(lambda self: self._qparam(2))
+    level_indices = property(lambda self: self._qparam(3))
 
-    @property
-    def gamma(self) -> Tensor | None:
-        return None if self.qparams is None else self.qparams[1]
-
-    @property
-    def quantization_levels(self) -> Tensor | None:
-        return None if self.qparams is None else self.qparams[2]
-
-    @property
-    def level_indices(self) -> Tensor | None:
-        return None if self.qparams is None else self.qparams[3]
+    def _qparam(self, place: int) -> Tensor | None:
+        return None if self.qparams is None else self.qparams[place]
 
     def calculate_qparams(self, signed: bool | None = None) -> QParams:  # type: ignore[override]
         """alpha, gamma, levels and codes of what was observed."""
@@ -73,7 +65,7 @@ class APoTFakeQuantize(FakeQuantizeBase):
         return fake_quantize_function.apply(X, *self.qparams)  # type: ignore[no-any-return,no-untyped-call]
 
     def _apply(self, fn: Any, recurse: bool = True) -> APoTFakeQuantize:
-        self.qparams = None  # to be made again, where the extremes are then
+        self.qparams = None  # computed again, on the device that the extremes are on
         return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     def _load_from_state_dict(self, *arguments: Any) -> None:

@@ -76,9 +76,9 @@ class APoTObserver(ObserverBase):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         for name, buffer in self._buffers.items():
-            found = state_dict.get(prefix + name)
-            if isinstance(found, Tensor) and buffer is not None:  # which is empty before data was seen
-                self._buffers[name] = torch.empty(found.shape, dtype=found.dtype, device=buffer.device)
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor) and buffer is not None:  # which is empty before data was seen
+                self._buffers[name] = torch.empty(value.shape, dtype=value.dtype, device=buffer.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:

@@ -1,9 +1,9 @@
 """Multi-head attention whose projections are encoded rows.
 
 `MultiheadAttention` is torch.nn.MultiheadAttention with any of its projections encoded: `in_proj_weight` (the rows for
-queries, then keys, then values), or `q_proj_weight`, `k_proj_weight` and `v_proj_weight`, and `out_proj`. It means what
-torch's module computes outside of its fast path, for every option; nested tensors, which only that path takes, are
-refused.
+queries, then keys, then values), or `q_proj_weight`, `k_proj_weight` and `v_proj_weight`, and `out_proj`. It computes
+what torch's module computes outside of its fast path, for every option. Nested tensors are refused: only the fast path
+takes them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowcast.codecs import checks
 from narrowcast.errors import DtypeError, ShapeError
-from narrowcast.nn.modules.base import Encoded
+from narrowcast.nn.modules.base import Encoded, encoded_parameters
 from narrowcast.nn.modules.linear import linear_on_rows
 
 PACKED = "in_proj_weight"
@@ -75,7 +76,7 @@ class MultiheadAttention(Encoded):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """What nn.TransformerEncoderLayer asks before it takes its fast path, past this module: never, with rows."""
+        """Asked by nn.TransformerEncoderLayer before its fast path, which would read the rows as floats: never."""
         return False
 
     # -- projections: [batch, length, embed_dim] from here on ------------------------------------------------------
@@ -92,12 +93,12 @@ class MultiheadAttention(Encoded):
             packed = self._project(self._batch_first(query, batched), PACKED, slice(None), slice(None))
             q, k, v = packed.chunk(3, -1)
             return q, k, v
-        made = []
-        for part, x in enumerate((query, key, value)):
-            some = slice(part * self.embed_dim, (part + 1) * self.embed_dim)
-            name, rows = (PACKED, some) if self.in_proj_weight is not None else (APART[part], slice(None))
-            made.append(self._project(self._batch_first(x, batched), name, rows, some))
-        return made[0], made[1], made[2]
+        projected = []
+        for place, x in enumerate((query, key, value)):
+            third = slice(place * self.embed_dim, (place + 1) * self.embed_dim)
+            name, rows = (PACKED, third) if self.in_proj_weight is not None else (APART[place], slice(None))
+            projected.append(self._project(self._batch_first(x, batched), name, rows, third))
+        return projected[0], projected[1], projected[2]
 
     def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
         if not batched:
@@ -107,13 +108,13 @@ class MultiheadAttention(Encoded):
     def _project(self, x: Tensor, name: str, rows: slice, of_bias: slice) -> Tensor:
         weight = getattr(self, name)[rows]
         bias = None if self.in_proj_bias is None else self.in_proj_bias[of_bias]
-        if name not in self._held:
+        held = encoded_parameters(self).get(name)
+        if held is None:
             return F.linear(x, weight, bias)
-        codec, shape = self._held[name][:2]
-        return linear_on_rows(x, weight, codec, shape[1], bias)
+        return linear_on_rows(x, weight, held.codec, held.shape[1], bias)
 
     def _extended(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values with those behind them that the options add."""
+        """Keys and values, with the ones that `bias_k`, `bias_v` and `add_zero_attn` add behind them."""
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.to(k.dtype).expand(len(k), 1, -1)], 1)
             v = torch.cat([v, self.bias_v.to(v.dtype).expand(len(v), 1, -1)], 1)
@@ -129,8 +130,8 @@ class MultiheadAttention(Encoded):
     def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         """What is added to scores [batch, heads, length of q, length of k]."""
         batch, heads, length = q.shape[:3]
-        more = int(self.bias_k is not None) + int(self.add_zero_attn)
-        source = k.shape[2] - more
+        added = int(self.bias_k is not None) + int(self.add_zero_attn)
+        source = k.shape[2] - added
         total: Tensor | None = None
         if attn_mask is not None:
             if tuple(attn_mask.shape) not in ((length, source), (batch * heads, length, source)):
@@ -138,25 +139,25 @@ class MultiheadAttention(Encoded):
                     f"attn_mask: expected [{length}, {source}], or one for every head of the batch "
                     f"[{batch * heads}, {length}, {source}], got {list(attn_mask.shape)}."
                 )
-            total = _additive(attn_mask, "attn_mask", q.dtype, more)
+            total = _additive(attn_mask, "attn_mask", q.dtype, added)
             total = total.view(batch, heads, length, -1) if attn_mask.dim() == 3 else total
         if key_padding_mask is not None:
             if tuple(key_padding_mask.shape) not in ((batch, source), (source,)):
                 raise ShapeError(f"key_padding_mask: expected [{batch}, {source}], got {list(key_padding_mask.shape)}.")
-            padding = _additive(key_padding_mask, "key_padding_mask", q.dtype, more).view(-1, 1, 1, k.shape[2])
+            padding = _additive(key_padding_mask, "key_padding_mask", q.dtype, added).view(-1, 1, 1, k.shape[2])
             total = padding if total is None else total + padding
         return total
 
     def extra_repr(self) -> str:
-        codecs = {name: held.codec.spec for name, held in self._held.items()}
+        codecs = {name: held.codec.spec for name, held in encoded_parameters(self).items()}
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, codecs={codecs}"
 
 
-def _additive(mask: Tensor, argument: str, dtype: torch.dtype, more: int) -> Tensor:
-    """A mask as what is added to scores, with `more` keys behind that it lets pass."""
+def _additive(mask: Tensor, argument: str, dtype: torch.dtype, added: int) -> Tensor:
+    """A mask as floats to add to the scores; `added` keys behind it are not masked."""
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
     elif not mask.is_floating_point():
-        kind = str(mask.dtype).removeprefix("torch.")
+        kind = checks.dtype_name(mask.dtype)
         raise DtypeError(f"{argument}: expected bool (True is left out) or floats to add, got {kind}.")
-    return F.pad(mask.to(dtype), (0, more))
+    return F.pad(mask.to(dtype), (0, added))

@@ -1,30 +1,30 @@
 """Modules that hold weights as encoded rows.
 
-An `Encoded` module keeps a weight as a uint8 Parameter of shape [..., row_bytes] under the name that the float weight
-had, so that a state dict keeps its keys; `_held` says which of its parameters are rows, in which codec, and what they
-stand for. It promises:
+An `Encoded` module keeps a weight as a uint8 Parameter of shape [..., row_bytes], under the name that the float weight
+had, so that a state dict keeps its keys. A `Held` for each such parameter says which codec made the rows and what they
+decode to. The rest of the library asks the functions of this file for it: `encoded_parameters`, `float_dtype_of`,
+`float_class_of`. An encoded module promises:
 
 - The dtype of its floats follows `.to(...)`, `.half()`, `.type(...)` and the like, though no float weight is left to
-  follow them. Rows stay bytes whatever the module is cast to; rows that are none any more are refused.
-- A state dict says what its rows are (extra_state.py). One of another layout, codec or shape is refused with the
+  follow them. Rows stay bytes whatever the module is cast to. A parameter whose bytes were cast is refused.
+- A state dict says what its rows are (nn/state.py). One of another layout, codec or shape is refused with the
   reason, before anything of this module is loaded.
-- A float module becomes an encoded one, and the other way round, by a change of its class, in place: names, hooks,
-  biases, buffers and whoever holds a reference to it do not notice.
+- A float module becomes an encoded one, and an encoded one a float one, in place, by a change of its class. Names,
+  hooks, biases, buffers and references to the module stay valid.
 
 Rows are not trained: they never require a gradient.
 """
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from narrowcast.codecs import Codec, checks
-from narrowcast.codecs.payload import Encoding
 from narrowcast.codecs.rules import CodecLike
 from narrowcast.errors import DtypeError, QuantizeError, StateDictError
 from narrowcast.nn import state as extra_state
@@ -36,7 +36,7 @@ OTHER_CODEC = (
 
 
 class Held(NamedTuple):
-    """What the rows of one parameter stand for, and what its float weight is to be again."""
+    """What the rows of one parameter decode to, and what the float parameter is once they are decoded."""
 
     codec: Codec
     shape: torch.Size
@@ -48,7 +48,7 @@ class Held(NamedTuple):
 
     def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight of these rows, row by row."""
-        numel = _row_numel(self.shape, rows.dim() - 1)
+        numel = math.prod(self.shape[rows.dim() - 1 :])
         return self.codec.decode(as_bytes(rows).detach(), numel, dtype).view(self.shape)
 
     def facts(self) -> list[Any]:
@@ -56,11 +56,19 @@ class Held(NamedTuple):
         return [self.codec.spec, list(self.shape)]
 
 
+class Conversion(NamedTuple):
+    """How models are converted: nn/quantize.py, which knows every module class, gives its functions to `Encoded`."""
+
+    quantize_: Callable[[nn.Module, CodecLike], Any]
+    dequantize_: Callable[[nn.Module], nn.Module]
+
+
 class Encoded(nn.Module):
     """A module some of whose parameters are encoded rows."""
 
     float_class: type[nn.Module] = nn.Module
     """The class of torch.nn that this one stands for."""
+    conversion: ClassVar[Conversion]
 
     _held: dict[str, Held]
     _float_dtype: torch.dtype
@@ -69,37 +77,29 @@ class Encoded(nn.Module):
     @classmethod
     def from_float(cls: type[EncodedModule], module: nn.Module, codec: CodecLike) -> EncodedModule:
         """An encoded module with the weights of a float one, which is left as it is; biases are shared."""
-        from narrowcast.nn.quantize import quantize_  # which is built on this
-
-        made, why = None, ""
+        encoded, why = None, ""
         if isinstance(module, cls.float_class):
-            made = shallow_copy(module)
-            skips = quantize_(made, codec).skips
+            encoded = copy_modules(module)
+            skips = cls.conversion.quantize_(encoded, codec).skips
             why = f" ({skips[0].reason})" if skips else ""
-        if not isinstance(made, cls):
+        if not isinstance(encoded, cls):
             raise QuantizeError(
                 f"module: {cls.__name__}.from_float takes a torch.nn.{cls.float_class.__name__}, got "
                 f"{type(module).__name__}{why}. narrowcast.quantize_(model, codec) finds the right class by itself."
             )
-        return made
+        return encoded
 
     def dequantize(self) -> nn.Module:
         """The float module, with the decoded weights; this one is left as it is. Biases are shared."""
-        from narrowcast.nn.quantize import dequantize_  # which is built on this
-
-        return dequantize_(shallow_copy(self))
+        return self.conversion.dequantize_(copy_modules(self))
 
     def _leave(self) -> None:
-        """Let go of what only the encoded form needs; called before a module becomes a float one again."""
-
-    def _encoding(self, name: str) -> Encoding:
-        held = self._held[name]
-        return Encoding(held.codec, held.shape, self._float_dtype)
+        """Remove what only the encoded form needs; called before a module becomes a float one again."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Encoded:
         rows = {id(self._parameters.get(name)) for name in self._held}
         super()._apply(lambda t: keep_dtype(fn, t) if id(t) in rows else fn(t), recurse)  # type: ignore[no-untyped-call]
-        # What `fn` makes of an empty tensor tells the dtype; a buffer for that would be in everybody's way.
+        # `fn` of an empty tensor tells the dtype; a buffer for that would show up in state dicts and parameter lists.
         dtype = fn(torch.empty(0, dtype=self._float_dtype, device="cpu")).dtype
         if dtype in checks.FLOATS:
             self._float_dtype = dtype
@@ -109,7 +109,7 @@ class Encoded(nn.Module):
         return extra_state.pack({name: held.facts() for name, held in self._held.items()})
 
     def set_extra_state(self, state: Any) -> None:
-        check_facts(self, extra_state.unpack(state, extra_state.KEY), "")
+        _check_facts(self, extra_state.unpack(state, extra_state.KEY), "")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         check_rows(self, state_dict, prefix)
@@ -126,6 +126,11 @@ class OneWeight(Encoded):
     weight: nn.Parameter
 
     @property
+    def held(self) -> Held:
+        """What the rows of `weight` decode to."""
+        return self._held["weight"]
+
+    @property
     def codec(self) -> Codec:
         return self._held["weight"].codec
 
@@ -138,16 +143,46 @@ class OneWeight(Encoded):
         """The weight as floats, in `dtype` or the module's own."""
         return self._held["weight"].decode(self.weight, dtype or self._float_dtype)
 
+    def extra_repr(self) -> str:
+        return f"{self.float_class.extra_repr(self)}, codec={self.codec.spec!r}"
+
+
+# -- what the rest of the library may know of an encoded module ------------------------------------------------------
+
+
+def encoded_parameters(module: nn.Module) -> Mapping[str, Held]:
+    """The parameters of a module that are encoded rows: none of a float module."""
+    return module._held if isinstance(module, Encoded) else {}
+
+
+def float_class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, or the one that it had before it was encoded."""
+    return module._float_class if isinstance(module, Encoded) else type(module)
+
+
+def float_dtype_of(module: Encoded) -> torch.dtype:
+    """The dtype that the rows of a module decode to."""
+    return module._float_dtype
+
+
+def set_float_dtype(module: Encoded, dtype: torch.dtype) -> None:
+    """Let the rows of a module decode to another dtype."""
+    module._float_dtype = dtype
+
 
 # -- from float to encoded and back, in place ------------------------------------------------------------------------
 
 
 def become(module: nn.Module, target: type[Encoded], dtype: torch.dtype) -> None:
-    """Make a float module an instance of `target` that holds no rows yet."""
-    if isinstance(module, Encoded):
-        return
-    vars(module).update(_held={}, _float_dtype=dtype, _float_class=type(module))
-    module.__class__ = target
+    """Make a float module an instance of `target` that holds no rows yet. An encoded one stays as it is."""
+    if not isinstance(module, Encoded):
+        float_class, module.__class__ = type(module), target
+        begin(module, float_class, dtype)  # type: ignore[arg-type]
+
+
+def begin(module: Encoded, float_class: type[nn.Module], dtype: torch.dtype) -> None:
+    """Give an encoded module its own attributes, without any rows."""
+    vars(module).update(_held={}, _float_dtype=dtype, _float_class=float_class)
 
 
 def hold(module: nn.Module, name: str, rows: nn.Parameter, held: Held) -> None:
@@ -158,7 +193,7 @@ def hold(module: nn.Module, name: str, rows: nn.Parameter, held: Held) -> None:
 
 
 def restore(module: Encoded, decoded: dict[int, nn.Parameter]) -> None:
-    """Make an encoded module a float one again. `decoded` remembers weights by their rows, so that ties stay tied."""
+    """Make an encoded module a float one again. `decoded` has the weights by the id of their rows: ties stay tied."""
     for name, held in module._held.items():
         rows = module._parameters[name]
         assert rows is not None
@@ -174,10 +209,10 @@ def restore(module: Encoded, decoded: dict[int, nn.Parameter]) -> None:
 
 
 def as_bytes(rows: Tensor) -> Tensor:
-    """Rows, if they still are: the one place that looks, for every module."""
+    """`rows`, refused if something has cast them: the one place that looks, for every module."""
     if rows.dtype is not torch.uint8:
         raise DtypeError(
-            f"weight: encoded rows are uint8, and these are {str(rows.dtype).removeprefix('torch.')}. Something cast "
+            f"weight: encoded rows are uint8, and these are {checks.dtype_name(rows.dtype)}. Something cast "
             "the bytes themselves (p.data = p.data.float(), for example). To change the dtype of a model's floats call "
             "model.to(dtype), which leaves rows alone; to get these back, load them again."
         )
@@ -185,23 +220,27 @@ def as_bytes(rows: Tensor) -> Tensor:
 
 
 def keep_dtype(fn: Callable[..., Any], tensor: Tensor) -> Tensor:
-    """What `fn` (of `Module._apply`) makes of a tensor, but for its dtype."""
-    made: Tensor = fn(tensor)
-    return made if made.dtype == tensor.dtype else tensor.to(made.device)
+    """`fn(tensor)`, for the functions of `Module._apply`, in the dtype of `tensor`."""
+    applied: Tensor = fn(tensor)
+    return applied if applied.dtype == tensor.dtype else tensor.to(applied.device)
 
 
 def as_parameter(rows: Tensor) -> nn.Parameter:
     return nn.Parameter(rows, requires_grad=False)
 
 
-def shallow_copy(module: nn.Module) -> nn.Module:
-    """Other modules, down to the last child, that hold the same parameters."""
-    made = copy.copy(module)
-    for name, value in vars(made).items():
-        if isinstance(value, (dict, set)):
-            vars(made)[name] = value.copy()
-    made._modules = {name: child and shallow_copy(child) for name, child in module._modules.items()}
-    return made
+def copy_modules(model: nn.Module) -> nn.Module:
+    """New modules, down to the last child, with the same parameters, buffers and attributes.
+
+    A module that the model has several times is copied once. Attributes are shared, since some cannot be copied; only
+    their dictionaries and sets are new.
+    """
+    copies = {module: object.__new__(type(module)) for module in model.modules()}
+    for module, copy in copies.items():
+        for name, value in vars(module).items():
+            vars(copy)[name] = value.copy() if isinstance(value, (dict, set)) else value
+        copy._modules = {name: child and copies[child] for name, child in module._modules.items()}
+    return copies[model]
 
 
 # -- state dicts -----------------------------------------------------------------------------------------------------
@@ -210,47 +249,38 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 def check_rows(module: Encoded, state_dict: Mapping[str, Any], prefix: str) -> None:
     """Refuse a state dict in which this module's rows are floats, or rows of another width, codec or weight."""
     for name, held in module._held.items():
-        found, rows = state_dict.get(prefix + name), module._parameters[name]
-        if not isinstance(found, Tensor) or rows is None:
+        value, rows = state_dict.get(prefix + name), module._parameters[name]
+        if not isinstance(value, Tensor) or rows is None:
             continue
-        if found.dtype == rows.dtype and found.shape == rows.shape:
-            continue
-        raise StateDictError(
-            f"state_dict[{prefix + name!r}]: this weight is held as uint8 rows {list(rows.shape)} of codec "
-            f"{held.codec.spec!r}, the state dict has {str(found.dtype).removeprefix('torch.')} {list(found.shape)}. "
-            + _what_to_do(found)
-        )
+        if (value.dtype, value.shape) != (rows.dtype, rows.shape):
+            raise StateDictError(
+                f"state_dict[{prefix + name!r}]: this weight is held as uint8 rows {list(rows.shape)} of codec "
+                f"{held.codec.spec!r}, the state dict has {checks.describe(value)}. {_what_to_do(value)}"
+            )
     facts = extra_state.facts_in(state_dict, prefix)
     if facts is not None:
-        check_facts(module, facts, prefix)
+        _check_facts(module, facts, prefix)
 
 
-def check_facts(module: Encoded, facts: Mapping[str, Any], prefix: str) -> None:
+def _check_facts(module: Encoded, facts: Mapping[str, Any], prefix: str) -> None:
     """Refuse rows that a state dict describes otherwise than this module does."""
     for name in {**module._held, **facts}:
         here, there = (module._held[name].facts() if name in module._held else None), facts.get(name)
         if here != there:
             raise StateDictError(
-                f"state_dict[{prefix + name!r}]: this weight is held as {_described(here)}, the state dict has "
-                f"{_described(there)}. {OTHER_CODEC}"
+                f"state_dict[{prefix + name!r}]: this weight is held as {_describe_facts(here)}, the state dict has "
+                f"{_describe_facts(there)}. {OTHER_CODEC}"
             )
 
 
-def _described(facts: list[Any] | None) -> str:
+def _describe_facts(facts: list[Any] | None) -> str:
     return "floats" if facts is None else f"rows of codec {facts[0]!r} for a weight of {facts[1]}"
 
 
-def _what_to_do(found: Tensor) -> str:
-    if found.is_floating_point():
+def _what_to_do(value: Tensor) -> str:
+    if value.is_floating_point():
         return (
             "It comes from the model before it was quantized: load it first and call quantize_ then, or call "
             "dequantize_(model), load, and quantize_ again."
         )
     return OTHER_CODEC
-
-
-def _row_numel(shape: torch.Size, lead: int) -> int:
-    numel = 1
-    for size in shape[lead:]:
-        numel *= size
-    return numel

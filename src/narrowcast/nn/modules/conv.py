@@ -1,7 +1,7 @@
 """Convolutions whose weights are encoded rows.
 
-The weight of a convolution, [out, in / groups, *kernel], has a row for every output. It is decoded to x's dtype, and
-then convolved with: less memory at rest, the same arithmetic. Every option of torch's modules is kept.
+The weight of a convolution, [out, in / groups, *kernel], has a row for every output. Each forward pass decodes it to
+x's dtype and then convolves: less memory at rest, the same arithmetic. Every option of torch's modules is kept.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowcast.codecs import checks
-from narrowcast.errors import DtypeError
 from narrowcast.nn.modules.base import OneWeight
-from narrowcast.nn.modules.linear import as_autocast
+from narrowcast.nn.modules.linear import as_float_input
 
 
 class Convolution(OneWeight):
@@ -34,11 +32,7 @@ class Convolution(OneWeight):
     _reversed_padding_repeated_twice: list[int]
 
     def forward(self, input: Tensor) -> Tensor:
-        x = as_autocast(input)
-        if x.dtype not in checks.FLOATS:
-            kind = str(x.dtype).removeprefix("torch.")
-            raise DtypeError(f"input: expected float32, bfloat16, float16 or float64, got {kind}. Pass input.float().")
-        return self.convolved(x, self.bias)
+        return self.convolved(as_float_input(input, "Pass input.float()."), self.bias)
 
     def convolved(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x convolved with the decoded weight, in x's dtype."""
@@ -49,14 +43,6 @@ class Convolution(OneWeight):
         bias = None if bias is None else bias.to(x.dtype)
         weight = self.decoded(x.dtype)
         return type(self).convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
-
-    def extra_repr(self) -> str:
-        options = ("stride", "padding", "dilation", "groups", "padding_mode")
-        listed = ", ".join(f"{name}={getattr(self, name)!r}" for name in options)
-        return (
-            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, {listed}, "
-            f"bias={self.bias is not None}, codec={self.codec.spec!r}"
-        )
 
 
 class Conv1d(Convolution):

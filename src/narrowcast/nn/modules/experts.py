@@ -4,8 +4,8 @@ Mixtures of experts keep their weights as 3-D Parameters of a module of their ow
 multiplies with them, or hands them to a grouped multiplication. Such a module keeps that forward: its class becomes a
 subclass in which each of these weights reads as `ExpertRows`. That stands for the float tensor: it has its shape and
 dtype, an index or a transpose gives another one, and a torch function that multiplies with it runs on encoded rows.
-Any other function, method or operator of torch.Tensor decodes it first, so that every forward is right, and the usual
-ones decode no expert that they do not need. What would change it in place is refused: rows would not notice.
+Any other function, method or operator of torch.Tensor decodes it first, so that every forward is right; the common
+forwards decode no expert that they do not use. Changes in place are refused, since the rows would not follow them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from narrowcast.codecs import Codec
 from narrowcast.errors import QuantizeError
-from narrowcast.nn.modules.base import Encoded, as_bytes
+from narrowcast.nn.modules.base import Encoded, as_bytes, encoded_parameters, float_class_of, float_dtype_of
 from narrowcast.nn.modules.linear import linear_on_rows
 
 
@@ -122,9 +122,9 @@ class ExpertRows:
         _refuse_in_place(func, args, kwargs)
         multiply = _MULTIPLY.get(func)
         if multiply is not None:
-            made = multiply(*args, **kwargs)
-            if made is not None:
-                return made
+            product = multiply(*args, **kwargs)
+            if product is not None:
+                return product
         return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
 
     def _with(self, data: Tensor, transposed: bool) -> ExpertRows:
@@ -142,7 +142,7 @@ _OWN |= {"__setattr__", "__delattr__", "__sizeof__"}
 
 
 def _delegated(name: str) -> Callable[..., Any]:
-    """An operator of torch.Tensor, by way of `__torch_function__`: `w != 0` looks up the class, not `__getattr__`."""
+    """An operator of torch.Tensor that goes through `__torch_function__`: `w != 0` never asks `__getattr__`."""
 
     def operator(self: ExpertRows, *args: Any, **kwargs: Any) -> Any:
         return self.__torch_function__(getattr(Tensor, name), (ExpertRows,), (self, *args), kwargs)
@@ -184,7 +184,7 @@ def _decoded(value: Any) -> Any:
     return value.decode() if isinstance(value, ExpertRows) else value
 
 
-# -- multiplications on rows: each answers None for a call that is for floats ----------------------------------------
+# -- multiplications on rows: each returns None for a call that needs floats ----------------------------------------
 
 
 def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | None:
@@ -215,13 +215,13 @@ def _grouped_mm(mat_a: Any, mat_b: Any, *, offs: Tensor | None = None, **rest: A
         return None
     if mat_a.dim() != 2 or mat_b.dim() != 3 or any(value is not None for value in rest.values()):
         return None
-    made, start = [], 0
+    products, start = [], 0
     for expert, end in enumerate(offs.tolist()):
         if end > start:
-            made.append(mat_b._linear(mat_a[start:end], expert))
+            products.append(mat_b._linear(mat_a[start:end], expert))
         start = max(start, end)
-    made.append(mat_a.new_zeros(len(mat_a) - start, mat_b.shape[2]))  # rows of no expert
-    return torch.cat(made)
+    products.append(mat_a.new_zeros(len(mat_a) - start, mat_b.shape[2]))  # rows of no expert
+    return torch.cat(products)
 
 
 _MULTIPLY: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
@@ -249,7 +249,7 @@ class Experts(Encoded):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # No importable name leads to a class made here: pickles and copies name what it was made of.
-        return _empty, (self._float_class, self._names), vars(self).copy()
+        return _empty, (float_class_of(self), self._names), vars(self).copy()
 
 
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[Experts]] = {}
@@ -261,16 +261,16 @@ def experts_class(float_class: type[nn.Module], names: tuple[str, ...]) -> type[
         return _CLASSES[float_class, names]
     members: dict[str, Any] = {name: property(_reader(name)) for name in names}
     members |= {"_names": names, "__module__": float_class.__module__, "__doc__": float_class.__doc__}
-    made = _CLASSES[float_class, names] = type(f"Encoded{float_class.__name__}", (Experts, float_class), members)
-    return made
+    created = type(f"Encoded{float_class.__name__}", (Experts, float_class), members)
+    return _CLASSES.setdefault((float_class, names), created)
 
 
 def _reader(name: str) -> Callable[[Experts], Any]:
     def read(module: Experts) -> Any:
-        rows, held = module._parameters[name], module._held.get(name)
+        rows, held = module._parameters[name], encoded_parameters(module).get(name)
         if held is None or rows is None:
             return rows
-        return ExpertRows(rows, held.codec, held.shape[-1], module._float_dtype)
+        return ExpertRows(rows, held.codec, held.shape[-1], float_dtype_of(module))
 
     return read
 

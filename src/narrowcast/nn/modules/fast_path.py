@@ -1,9 +1,9 @@
-"""Torch's fast path through transformer encoders, kept off where weights are encoded.
+"""Torch's fast path through transformer encoders, switched off where weights are encoded.
 
-In eval mode nn.TransformerEncoderLayer hands the weights of its attention and its linear layers to one fused operator,
-past their modules, and nn.TransformerEncoder may make its input a nested tensor for it. Both look at a flag of their
-own first. Here that flag is lowered for encoders that hold encoded rows, or weights that are quantized in training, and
-raised again once they hold none.
+In eval mode nn.TransformerEncoderLayer does not call its attention and its linear layers: it hands their weights to one
+fused operator, and nn.TransformerEncoder may make its input a nested tensor for it. Both first look at a flag of their
+own. `set_fast_path` clears that flag for encoders that hold encoded rows, or weights that are quantized in training,
+and gives it its old value once they hold none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from narrowcast.nn.modules.attention import MultiheadAttention
-from narrowcast.nn.modules.base import Encoded, become
+from narrowcast.nn.modules.base import Encoded, become, float_dtype_of
 
 FLAGS = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
@@ -20,18 +20,18 @@ FLAGS = {
 _BEFORE = "_narrowcast_fast_path"
 
 
-def settle(model: nn.Module) -> None:
-    """Let every module of torch's that reads the weights of its children know which of them are rows."""
+def set_fast_path(model: nn.Module) -> None:
+    """Tell every torch.nn module that reads its children's weights whether these are floats."""
     for module in model.modules():
         if type(module) is nn.MultiheadAttention and isinstance(module.out_proj, Encoded):
-            become(module, MultiheadAttention, module.out_proj._float_dtype)
+            become(module, MultiheadAttention, float_dtype_of(module.out_proj))
     for module in model.modules():
         for kind, (flag, off) in FLAGS.items():
             if isinstance(module, kind) and hasattr(module, flag):
-                _settle_flag(module, flag, off)
+                _set_flag(module, flag, off)
 
 
-def _settle_flag(module: nn.Module, flag: str, off: object) -> None:
+def _set_flag(module: nn.Module, flag: str, off: object) -> None:
     encoded = any(isinstance(child, Encoded) or hasattr(child, "weight_quantizer") for child in module.modules())
     known = vars(module)
     if encoded and _BEFORE not in known:

@@ -17,7 +17,7 @@ from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.codecs.payload import encode_rows
 from narrowcast.errors import DtypeError, ShapeError
-from narrowcast.nn.modules.base import Held, OneWeight, as_bytes, as_parameter
+from narrowcast.nn.modules.base import Held, OneWeight, as_bytes, as_parameter, begin, hold
 
 
 class Linear(OneWeight):
@@ -39,40 +39,32 @@ class Linear(OneWeight):
         chosen = as_codec(codec)
         like = nn.Linear(in_features, out_features, bias, device, dtype)
         rows = encode_rows(like.weight, chosen)
-        self._held = {"weight": Held(chosen, rows.shape)}
-        self._float_dtype = rows.dtype
-        self._float_class = nn.Linear
-        self.weight = as_parameter(rows.data)
+        begin(self, nn.Linear, rows.dtype)
+        hold(self, "weight", as_parameter(rows.data), Held(chosen, rows.shape))
         self.register_parameter("bias", like.bias)
 
-    # Read from what the rows stand for, since a module may come from a class that has other names for them.
+    # The sizes come from the rows, since the float module may be of a class that has other names for them.
 
     @property
     def in_features(self) -> int:
-        return self._held["weight"].shape[1]
+        return self.held.shape[1]
 
     @property
     def out_features(self) -> int:
-        return self._held["weight"].shape[0]
+        return self.held.shape[0]
 
     def forward(self, input: Tensor) -> Tensor:
-        codec, shape = self._held["weight"][:2]
+        codec, shape = self.held[:2]
         return linear_on_rows(input, self.weight, codec, shape[1], self.bias)
-
-    def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.bias is not None}, codec={self.codec.spec!r}"
 
 
 def linear_on_rows(x: Tensor, rows: Tensor, codec: Codec, numel: int, bias: Tensor | None) -> Tensor:
     """`codec.linear`, once x has been checked and cast as F.linear would have it."""
-    x = as_autocast(x)
-    if x.dtype not in checks.FLOATS:
-        raise DtypeError(
-            f"input: expected float32, bfloat16, float16 or float64, got {str(x.dtype).removeprefix('torch.')}. Some "
-            "models cast their activations to weight.dtype, which is uint8 for encoded rows: leave such a layer as it "
-            'is with quantize_(..., rules={"its name": None}).'
-        )
+    x = as_float_input(
+        x,
+        "Some models cast their activations to weight.dtype, which is uint8 for encoded rows: leave such a layer as it "
+        'is with quantize_(..., rules={"its name": None}).',
+    )
     if x.dim() == 0 or x.shape[-1] != numel:
         raise ShapeError(
             f"input: expected [..., {numel}], since the layer has in_features={numel}, got {list(x.shape)}."
@@ -87,7 +79,7 @@ def linear_on_rows(x: Tensor, rows: Tensor, codec: Codec, numel: int, bias: Tens
 
 
 def _with_broadcast_bias(x: Tensor, rows: Tensor, codec: Codec, bias: Tensor) -> Tensor:
-    """What F.linear makes of a bias of another shape: one element for all outputs, or anything that fits the result."""
+    """The bias as F.linear broadcasts it: one element for all outputs, or any shape that expands to the result's."""
     outputs = rows.shape[0]
     if bias.numel() == 1 and bias.dim() <= 1:
         return codec.linear(x, as_bytes(rows), bias.expand(outputs).contiguous())
@@ -100,8 +92,17 @@ def _with_broadcast_bias(x: Tensor, rows: Tensor, codec: Codec, bias: Tensor) ->
         ) from None
 
 
+def as_float_input(x: Tensor, hint: str) -> Tensor:
+    """x as `as_autocast` gives it; what is not a float tensor is refused, with `hint` on how to fix it."""
+    x = as_autocast(x)
+    if x.dtype not in checks.FLOATS:
+        kind = checks.dtype_name(x.dtype)
+        raise DtypeError(f"input: expected float32, bfloat16, float16 or float64, got {kind}. {hint}")
+    return x
+
+
 def as_autocast(x: Tensor) -> Tensor:
-    """x in the dtype that autocast asks for here, if it does; like autocast's own, it leaves fp64 alone."""
+    """x in the dtype that autocast asks for here, if it does; like torch's autocast, it leaves fp64 alone."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
         return x

@@ -3,8 +3,8 @@
 `calibrate_` runs batches through a prepared model, without gradients, while every quantizer of an input passes it on as
 it is and an observer looks on; then all clips are set at once. With `rounding="learned"` it runs them a second time,
 with the clips in use, and chooses for each weight the level below or above so that the layer's own output changes least
-(see rounding.py). If anything fails while observing, an error in a batch or a layer that no batch reaches, the model is
-as it was.
+(nn/rounding/learned.py). If anything fails while observing, an error in a batch or a layer that no batch reaches, the
+model is as it was.
 """
 
 from __future__ import annotations
@@ -19,13 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import CalibrationError, QuantizeError, SpecError
+from narrowcast.nn.qat.clips import scale_of
 from narrowcast.nn.qat.fake_quantize import FakeQuantize
 from narrowcast.nn.qat.layers import QatEmbedding, Trained
 from narrowcast.nn.qat.observers import Observer, make_observer
 from narrowcast.nn.quantize import as_module
-from narrowcast.nn.rounding.learned import Rounded, Second, learn_rounding
+from narrowcast.nn.rounding.learned import learn_levels
+from narrowcast.nn.rounding.moments import InputMoments
 
 Forward = Callable[[nn.Module, Any], Any]
+
+
+class Rounded(NamedTuple):
+    """The squared error of a layer's output, relative to the squared output."""
+
+    name: str
+    nearest: float
+    learned: float
 
 
 class Calibration(NamedTuple):
@@ -58,12 +68,12 @@ def calibrate_(
     if rounding not in ("nearest", "learned"):
         raise SpecError(f'rounding={rounding!r}: expected "nearest" or "learned".')
     if isinstance(loader, (Tensor, Mapping)):
-        what = "a tensor, of which every row" if isinstance(loader, Tensor) else "a mapping, of which every key"
+        kind = "a tensor, of which every row" if isinstance(loader, Tensor) else "a mapping, of which every key"
         raise CalibrationError(
-            f"loader: it is {what} would be a batch. Give a list of batches: [batch]. The model was left as it was."
+            f"loader: it is {kind} would be a batch. Give a list of batches: [batch]. The model was left as it was."
         )
     make = partial(make_observer, observer) if isinstance(observer, str) else observer
-    make()  # a name that there is not is refused here
+    make()  # refuses an unknown name before any batch runs
     if rounding == "learned" and iter(loader) is loader:
         raise CalibrationError(
             "loader: it is an iterator, which gives its batches once, and learned rounding needs them twice. Pass a "
@@ -74,7 +84,7 @@ def calibrate_(
     with torch.no_grad(), _evaluating(model):
         _start_weights(model)
         count = _set_clips(quantizers, make, run)
-        rounded = _round(model, run, steps) if rounding == "learned" else []
+        rounded = _learn_rounding(model, run, steps) if rounding == "learned" else []
     return Calibration(count, list(quantizers), rounded)
 
 
@@ -107,12 +117,12 @@ class _Run(NamedTuple):
 def _inputs(model: nn.Module) -> dict[str, FakeQuantize]:
     """The quantizers of inputs, by name: all but those of weights."""
     weights = {id(module.weight_quantizer) for module in model.modules() if isinstance(module, Trained)}
-    found = {name: module for name, module in model.named_modules() if isinstance(module, FakeQuantize)}
-    if not found:
+    quantizers = {name: module for name, module in model.named_modules() if isinstance(module, FakeQuantize)}
+    if not quantizers:
         raise QuantizeError(
             "model: it has no quantizers to calibrate. Call prepare_qat_(model, weights, activations) first."
         )
-    return {name: module for name, module in found.items() if id(module) not in weights}
+    return {name: module for name, module in quantizers.items() if id(module) not in weights}
 
 
 def _start_weights(model: nn.Module) -> None:
@@ -128,7 +138,7 @@ def _set_clips(quantizers: dict[str, FakeQuantize], make: Callable[[], Observer]
             quantizer.observer = make().to(quantizer.alpha.device)
             quantizer.collecting = True
         count = run("observing") if quantizers else 0
-        unseen = [name for name, some in quantizers.items() if some.observer is None or not int(some.observer.batches)]
+        unseen = [name for name, q in quantizers.items() if q.observer is None or not int(q.observer.batches)]
         if unseen:
             raise CalibrationError(
                 f"model: no batch reached {', '.join(unseen[:3])}{' and more' if len(unseen) > 3 else ''}, so that "
@@ -141,28 +151,51 @@ def _set_clips(quantizers: dict[str, FakeQuantize], make: Callable[[], Observer]
         raise
     for name, quantizer in quantizers.items():
         quantizer.collecting = False
-        quantizer.settle()
+        quantizer.follow_observer()
         if quantizer.alpha.requires_grad:  # which is learned from here on, and needs no observer
             quantizer.observer = before[name]
     return count
 
 
-def _round(model: nn.Module, run: _Run, steps: int) -> list[Rounded]:
+def _learn_rounding(model: nn.Module, run: _Run, steps: int) -> list[Rounded]:
     layers = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, Trained) and not isinstance(module, QatEmbedding)
     }
-    seconds = {name: Second(module) for name, module in layers.items()}
-    hooks = [module.register_forward_pre_hook(seconds[name], with_kwargs=True) for name, module in layers.items()]
+    moments = {name: InputMoments(module) for name, module in layers.items()}
+    hooks = [
+        layer.register_forward_pre_hook(partial(_add_input, moments[name]), with_kwargs=True)
+        for name, layer in layers.items()
+    ]
     try:
         run("measuring inputs")
     finally:
         for hook in hooks:
             hook.remove()
-    reached = [name for name in layers if seconds[name].count]
+    reached = [name for name in layers if moments[name].count]
     shown = _shown(reached, "rounding", len(reached), run.progress)
-    return [learn_rounding(name, layers[name], seconds[name], steps) for name in shown]
+    return [_round_layer(name, layers[name], moments[name], steps) for name in shown]
+
+
+def _add_input(moments: InputMoments, layer: Trained, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    moments.add(layer.quantized_input(args[0] if args else kwargs["input"]))
+
+
+def _round_layer(name: str, layer: Trained, moments: InputMoments, steps: int) -> Rounded:
+    """Write learned levels into a layer's weight.
+
+    A layer that normalizes its weight no longer does, since its levels would move with the deviation; its clips are
+    chosen anew.
+    """
+    quantizer, weight = layer.weight_quantizer, layer.weight.detach()
+    if quantizer.normalize is not None:
+        quantizer.normalize = None
+        quantizer.start_from(weight)
+    scale = scale_of(quantizer.clip, quantizer.top).expand(len(weight))
+    learned = learn_levels(weight, scale, quantizer.levels, moments.mean(), steps)
+    weight.copy_(learned.weight)
+    return Rounded(name, learned.nearest, learned.learned)
 
 
 # -- batches -------------------------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """Where to clip: start values from data.
 
-A clip is the magnitude that a grid's top level stands for; clip / top is the scale. Data comes as rows, [channels, n]:
-each channel gets a clip of its own.
+A clip is the magnitude at which a grid saturates: that of its top level. clip / top is the scale. Data comes as rows,
+[channels, n]: each channel gets a clip of its own.
 
     max         nothing is clipped
     percentile  all but a small share of the elements is within
     mse         the least mean squared error, out of 100 candidates between 1/80 and 5/4 of "max"
 
-A channel of zeros has nothing to say about its clip: it takes the largest of the other channels', or 1.
+A channel of zeros takes the largest clip of the other channels, or 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from narrowcast.errors import QuantizeError, SpecError
+from narrowcast.errors import QuantizeError
 from narrowcast.kernels.operators.fake_quantize import fake_quantize
 from narrowcast.nn.qat.grids import CodecGrid
 
@@ -31,17 +31,11 @@ SEARCHED = 1 << 20
 
 
 def scale_of(clip: Tensor, top: float) -> Tensor:
-    """clip / top, rounded as it should be on every device: CUDA multiplies by 1 / top where that is a number."""
+    """clip / top, correctly rounded on every device: CUDA multiplies by 1 / top where top is a Python number."""
     return clip / torch.full_like(clip, top)
 
 
-def check_start(start: object) -> str:
-    if start not in STARTS:
-        raise SpecError(f"start={start!r}: a clip starts from {', '.join(map(repr, STARTS))} of the data.")
-    return str(start)
-
-
-def clip_of(rows: Tensor, made: CodecGrid, start: str) -> Tensor:
+def clip_of(rows: Tensor, grid: CodecGrid, start: str) -> Tensor:
     """The clip of each row, fp32 [channels], positive."""
     rows = _thinned(rows.detach().float())
     low, high = rows.amin(1), rows.amax(1)
@@ -54,32 +48,32 @@ def clip_of(rows: Tensor, made: CodecGrid, start: str) -> Tensor:
         place = max(1, math.ceil(SHARE * rows.shape[1]))
         bound = rows.abs().kthvalue(place, 1).values
         low, high = torch.maximum(low, -bound), torch.minimum(high, bound)
-    clip = holding(low, high, made)
-    return search(rows, clip, made) if start == "mse" else clip
+    clip = smallest_clip(low, high, grid)
+    return search_clip(rows, clip, grid) if start == "mse" else clip
 
 
-def holding(low: Tensor, high: Tensor, made: CodecGrid) -> Tensor:
-    """The smallest clips that hold [low, high]."""
-    levels = made.grid.levels
+def smallest_clip(low: Tensor, high: Tensor, grid: CodecGrid) -> Tensor:
+    """The smallest clips at which nothing in [low, high] saturates."""
+    levels = grid.levels
     first, last = float(levels[0]), float(levels[-1])
     scale = torch.zeros_like(high)
     if last > 0:
         scale = torch.maximum(scale, high / last)
     if first < 0:
         scale = torch.maximum(scale, low / first)
-    clip = scale * made.top
+    clip = scale * grid.top
     other = float(clip.max()) if clip.numel() else 0.0
     return torch.where(clip > 0, clip, other if other > 0 else 1.0)
 
 
-def search(rows: Tensor, largest: Tensor, made: CodecGrid, weights: Tensor | None = None) -> Tensor:
-    """The fractions of `largest` with the least squared error; elements count as often as `weights` says."""
-    grid = made.grid._replace(levels=made.grid.levels.to(rows.device), thresholds=made.grid.thresholds.to(rows.device))
+def search_clip(rows: Tensor, largest: Tensor, grid: CodecGrid, weights: Tensor | None = None) -> Tensor:
+    """The fraction of each clip in `largest` with the least squared error; `weights` counts the elements."""
+    kernel = grid.on(rows.device)
     best, least = largest.clone(), torch.full_like(largest, math.inf)
     rows = rows.contiguous()
     for fraction in FRACTIONS:
         clip = largest * fraction
-        error = (fake_quantize(rows, scale_of(clip, made.top).clamp(min=2.0**-126), grid, 0) - rows).square_()
+        error = (fake_quantize(rows, scale_of(clip, grid.top).clamp(min=2.0**-126), kernel, 0) - rows).square_()
         total = (error if weights is None else error * weights).sum(1)
         better = total < least
         best, least = torch.where(better, clip, best), torch.where(better, total, least)

@@ -1,7 +1,7 @@
 """From a trained model to packed layers, in place.
 
-`convert_` turns each layer of `prepare_qat_` into the packed layer of the same kind, whose rows decode to exactly the
-weight that training used: codes are those of its levels, the stored scale is the learned one. Layers with quantized
+`convert_` turns each layer of `prepare_qat_` into the packed layer of the same kind. Its rows decode to exactly the
+weight that training used: the codes are those of the levels, the stored scale is the learned one. Layers with quantized
 inputs become integer layers where both grids are integers that fit a byte, else packed layers behind a quantizer (see
 input_grids.py). Everything is checked before the first layer changes.
 """
@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from narrowcast.errors import CalibrationError, QuantizeError
 from narrowcast.kernels.operators.fake_quantize import fake_quantize
 from narrowcast.nn.modules.base import Held, as_parameter, become, hold
+from narrowcast.nn.noise import sqnr
 from narrowcast.nn.qat.fake_quantize import FakeQuantize
 from narrowcast.nn.qat.grids import write_rows
 from narrowcast.nn.qat.input_grids import QUANTIZER, layer_class
 from narrowcast.nn.qat.integer import IntegerLayer
 from narrowcast.nn.qat.layers import Trained, untrain
-from narrowcast.nn.qat.prepare import check_state_dict, signal_to_noise
+from narrowcast.nn.qat.prepare import check_state_dict
 from narrowcast.nn.quantize import as_module, finish
 from narrowcast.nn.report import Entry, Report
+from narrowcast.nn.state import check_before_loading
 from narrowcast.nn.survey import TARGETS, join
 
 
@@ -50,13 +52,13 @@ def convert_(model: nn.Module) -> Report:
             packed[id(module.weight)] = known._replace(entry=known.entry._replace(tied=(*known.entry.tied, key)))
     for module in layers.values():
         _change(module, packed[id(module.weight)])
-    _drop_hook(model)
+    check_before_loading(model, check_state_dict, False)
     finish(model)
-    return Report([some.entry for some in packed.values()])
+    return Report([weight.entry for weight in packed.values()])
 
 
 def _layers(model: nn.Module) -> dict[str, Trained]:
-    """The layers to pack, by name, once it is sure that all of them can be."""
+    """The layers to pack, by name; refused if one of them cannot be packed."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Trained)}
     if not layers:
         raise QuantizeError(
@@ -88,19 +90,19 @@ def _layers(model: nn.Module) -> dict[str, Trained]:
 @torch.no_grad()
 def _pack(key: str, module: Trained) -> Packed:
     quantizer, weight = module.weight_quantizer, module.weight.detach()
-    made = quantizer.made
+    grid = quantizer.codec_grid
     values, scale = exact_weight(quantizer, weight)
-    data = write_rows(values.reshape(len(weight), -1), scale, made)
+    data = write_rows(values.reshape(len(weight), -1), scale, grid)
     entry = Entry(
         name=key,
         kind=module._plain_class.__name__,
         shape=tuple(weight.shape),
-        codec=made.codec.spec,
+        codec=grid.codec.spec,
         bytes_before=weight.numel() * weight.element_size(),
         bytes_after=data.numel(),
-        sqnr=signal_to_noise(weight, values),
+        sqnr=sqnr(weight, values),
     )
-    return Packed(as_parameter(data), Held(made.codec, weight.shape, False, module.weight.requires_grad), entry)
+    return Packed(as_parameter(data), Held(grid.codec, weight.shape, False, module.weight.requires_grad), entry)
 
 
 @torch.no_grad()
@@ -118,20 +120,14 @@ def _change(module: Trained, packed: Packed) -> None:
     quantizer, dtype = module.input_quantizer, module.weight.dtype
     target = TARGETS[base]
     if quantizer is not None:
-        target = layer_class(base, tuple(module.weight.shape), module.weight_quantizer.made, quantizer.made)
+        target = layer_class(base, tuple(module.weight.shape), module.weight_quantizer.codec_grid, quantizer.codec_grid)
     untrain(module)
     become(module, target, dtype)
     hold(module, "weight", packed.data, packed.held)
     if quantizer is not None:
-        quantizer.signed = quantizer._signed  # decided once and for all
+        quantizer.signed = quantizer._signed  # data decides no more
         quantizer.alpha.requires_grad_(False)
         quantizer.observer = None
         module.add_module(QUANTIZER, quantizer)
     if isinstance(module, IntegerLayer):
         module.unpack()
-
-
-def _drop_hook(model: nn.Module) -> None:
-    hooks = model._load_state_dict_pre_hooks
-    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is check_state_dict]:
-        del hooks[key]

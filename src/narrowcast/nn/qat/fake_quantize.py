@@ -10,19 +10,19 @@ parameter and its gradient is multiplied by 1 / sqrt(n * top). The default is th
 
 - alpha is [1], or [channels] with `channel_axis`, and always fp32, as are levels and statistics: `.half()` and
   `.to(dtype)` move them but do not round them; autocast does not touch them.
-- It starts from the first batch in training mode (`start`), or from `calibrate_`. Before, there is no clip, and eval
-  mode, compilation and several ranks, which would each start from data of their own, are refused.
+- It starts from the first batch in training mode (`start`), or from `calibrate_`. Before the start there is no clip:
+  eval mode and compilation are refused, and several ranks, which would each start from data of their own.
 - `signed=None` decides at the start: inputs that are never negative get the unsigned grid where there is one.
 - An alpha that training drives to zero, below, or to infinity or NaN counts as FLOOR. The gradient passes, so that it
-  can recover; `floored` counts how often that happened, and a ClipWarning says it once (compiled code only counts, and
-  transforms of torch.func, which may not change a buffer, do not).
+  can recover. `floored` counts how often that happened, and a ClipWarning says it once. Compiled code only counts;
+  transforms of torch.func do not even count, since they may not change a buffer.
 - `normalize` divides by the tensor's standard deviation and takes its mean away first, as the paper does to weights,
-  with gradients through both ("through") or not ("detached"). The deviation is multiplied back onto the scale, so that
-  the layer needs no batch norm behind it, and the packed layer is an ordinary one. The mean stays away.
+  with gradients through both ("through") or not ("detached"). The scale is multiplied by the deviation, so that the
+  layer needs no batch norm behind it, and the packed layer is an ordinary one. The mean is not added back.
 - `learn=False` keeps alpha out of the optimizer. With an `observer` it then follows the data of every training batch.
 
-A state dict holds the levels, and what else the results depend on (quantizer_state.py). One of another grid is refused,
-and nothing of it is loaded.
+A state dict holds the levels, and what else the results depend on (state.py). One of another grid is refused, and
+nothing of it is loaded.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowcast.codecs.rules import CodecLike
-from narrowcast.errors import CalibrationError, ClipWarning, ShapeError, SpecError
+from narrowcast.errors import ClipWarning, SpecError
 from narrowcast.kernels import operators
 from narrowcast.kernels.layout import Grid
 from narrowcast.kernels.operators.fake_quantize import fake_quantize
 from narrowcast.nn import state as extra_state
 from narrowcast.nn.modules.base import keep_dtype
-from narrowcast.nn.qat.clips import check_start, clip_of, scale_of
+from narrowcast.nn.qat.checks import check_axis, check_normalize, check_start, refuse_start
+from narrowcast.nn.qat.clips import clip_of, scale_of
 from narrowcast.nn.qat.grids import CodecGrid, codec_grid, has_unsigned, trainable
 from narrowcast.nn.qat.normalize import normalized
 from narrowcast.nn.qat.observers import Observer, make_observer
 from narrowcast.nn.qat.state import check_state, facts_of, take_facts
-from narrowcast.nn.qat.straight_through import FLOOR, Way, quantized, surely_good
+from narrowcast.nn.qat.straight_through import FLOOR, Way, quantize_in_one_node, surely_good
 
 LOOK_EVERY = 128
 """On a GPU, how many training batches pass between two looks for a bad clip: each look waits for the device."""
@@ -82,8 +82,7 @@ class FakeQuantize(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if normalize not in (None, "through", "detached"):
-            raise SpecError(f'normalize={normalize!r}: expected None, "through" or "detached".')
+        check_normalize(normalize)
         if isinstance(channel_axis, bool) or not (channel_axis is None or isinstance(channel_axis, int)):
             raise SpecError(f"channel_axis={channel_axis!r}: expected the number of a dimension, or None for one clip.")
         self.codec = trainable(codec)
@@ -116,11 +115,12 @@ class FakeQuantize(nn.Module):
         if not self._ready or (self.observer is not None and self.training and not self.alpha.requires_grad):
             self._follow(x)
         if self.channel_axis is not None:
-            _check_axis(x, self.channel_axis, self.alpha.numel())
+            check_axis(x, self.channel_axis, self.alpha.numel())
         factor = self._gradient_factor(self._numel(x))
-        made = quantized(x, self.alpha, Way(self.grid, self.channel_axis, self.top, factor, self.normalize))
-        if made is not None:
-            return made
+        way = Way(self.grid, self.channel_axis, self.top, factor, self.normalize)
+        quantized = quantize_in_one_node(x, self.alpha, way)
+        if quantized is not None:
+            return quantized
         shifted, scale = self.prepared(x)
         return fake_quantize(shifted, scale, self.grid, self.channel_axis).to(x.dtype)
 
@@ -133,7 +133,7 @@ class FakeQuantize(nn.Module):
     def prepared(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What is rounded, and the scale it is rounded with: x and alpha / top, unless x is normalized first."""
         if self.channel_axis is not None:
-            _check_axis(x, self.channel_axis, self.alpha.numel())
+            check_axis(x, self.channel_axis, self.alpha.numel())
         scale = scale_of(self._clip(self._numel(x)), self.top)
         if self.normalize is None:
             return x, scale
@@ -147,7 +147,7 @@ class FakeQuantize(nn.Module):
     def _normalized(self, x: Tensor) -> tuple[Tensor, Tensor]:
         centred, deviation = normalized(x.float(), self.normalize == "through")
         if not surely_good(deviation.detach()):
-            # A constant tensor is all mean: what is left of it is zero, whatever it is divided by.
+            # A constant tensor equals its mean: what remains is zero, whatever it is divided by.
             deviation = torch.where(deviation >= FLOOR, deviation, 1.0)
         return centred, deviation
 
@@ -198,7 +198,7 @@ class FakeQuantize(nn.Module):
         return torch.where((alpha >= FLOOR) & (alpha < math.inf), alpha, FLOOR)
 
     @property
-    def made(self) -> CodecGrid:
+    def codec_grid(self) -> CodecGrid:
         """The grid, and the codec that stores it."""
         return codec_grid(self.codec, self._signed)
 
@@ -211,19 +211,19 @@ class FakeQuantize(nn.Module):
         """Choose the grid and the clips from a tensor: from the weights, or from a batch."""
         rows = self.rows_of(self._normalized(x)[0] / self._normalized(x)[1] if self.normalize else x)
         self.choose_grid(float(rows.min()))
-        self.set_clip(clip_of(rows, self.made, self.start))
+        self.set_clip(clip_of(rows, self.codec_grid, self.start))
 
     def choose_grid(self, lowest: float) -> None:
-        """The unsigned grid where it is left to the data and the data is never negative."""
+        """Take the unsigned grid where data may decide and is never negative, else the signed one."""
         unsigned = lowest >= 0 and has_unsigned(self.codec) if self.signed is None else not self.signed
-        self._take(codec_grid(self.codec, not unsigned))  # anew, for memory may have come without content (to_empty)
+        self._take(codec_grid(self.codec, not unsigned))  # again, since `to_empty` leaves memory without content
 
     @torch.no_grad()
     def set_clip(self, clip: Tensor) -> None:
-        """Give alpha a value; it counts as started."""
+        """Give alpha a value; the quantizer counts as started."""
         if self.alpha.shape == clip.shape:
             self.alpha.copy_(clip)
-        else:  # channels were not known before: the Parameter stays the same for whoever holds it
+        else:  # channels were not known before; optimizers keep the same Parameter
             self.alpha.data = clip.detach().to(self.alpha.device, torch.float32).clone()
         if not self._ready:
             self.floored.zero_()
@@ -234,49 +234,31 @@ class FakeQuantize(nn.Module):
         """x as [channels, n]."""
         if self.channel_axis is None:
             return x.detach().reshape(1, -1)
-        _check_axis(x, self.channel_axis, self.alpha.numel())
+        check_axis(x, self.channel_axis, self.alpha.numel())
         return x.detach().movedim(self.channel_axis, 0).reshape(x.shape[self.channel_axis], -1)
 
     def _follow(self, x: Tensor) -> None:
         """Start from this batch, or follow it where an observer sets the clip."""
-        self._refuse_start()
+        refuse_start(self)
         if self.observer is None:
             self.start_from(x)
             return
         self._observe(x)
-        self.settle()
+        self.follow_observer()
 
     def _observe(self, x: Tensor) -> None:
         assert self.observer is not None
         self.observer.observe(self.rows_of(x))
 
-    def settle(self) -> None:
-        """Take the clip that the observer gives."""
+    def follow_observer(self) -> None:
+        """Set the clip that the observer gives."""
         assert self.observer is not None
         self.choose_grid(float(self.observer.low.min()))
-        self.set_clip(self.observer.clip(self.made))
+        self.set_clip(self.observer.clip(self.codec_grid))
 
-    def _refuse_start(self) -> None:
-        why = ""
-        if torch.compiler.is_compiling():
-            why = "the model is being compiled, and a start cannot be"
-        elif operators.transformed():
-            why = "a transform of torch.func or forward-mode differentiation is at work, and a start cannot be inside"
-        elif not self.training:
-            why = "the model is in eval mode, where nothing is learned"
-        elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            why = "every rank would start from data of its own"
-        if why:
-            raise CalibrationError(
-                f"this FakeQuantize({self.codec.spec!r}) has no clip yet, and {why}. Call "
-                "narrowcast.calibrate_(model, loader), or run one training batch, before (on the plain model, before "
-                "compile, DDP or fully_shard)."
-            )
-
-    def _take(self, made: CodecGrid) -> None:
-        device = self.levels.device
-        self.levels, self.thresholds = made.grid.levels.to(device), made.grid.thresholds.to(device)
-        self.uniform, self.top, self._signed = made.grid.uniform, made.top, made.signed
+    def _take(self, grid: CodecGrid) -> None:
+        self.levels, self.thresholds, self.uniform = grid.on(self.levels.device)
+        self.top, self._signed = grid.top, grid.signed
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -294,17 +276,17 @@ class FakeQuantize(nn.Module):
         return check_state(self, state_dict, prefix)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        found, facts = self.check_state(state_dict, prefix), extra_state.facts_in(state_dict, prefix)
+        grid, facts = self.check_state(state_dict, prefix), extra_state.facts_in(state_dict, prefix)
         if facts is not None:  # first of all: with an observer, its keys are expected ones
             take_facts(self, facts)
-        if found is not None:
-            self._take(found)
+        if grid is not None:
+            self._take(grid)
             if not self.alpha.numel():
                 self.alpha.data = torch.ones_like(state_dict[prefix + "alpha"], device=self.alpha.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         extra_state.not_missing(rest[2], prefix)
-        if found is not None and self.levels.device != self.thresholds.device:  # assigned to a model on meta
-            self.thresholds = found.grid.thresholds.to(self.levels.device)
+        if grid is not None and self.levels.device != self.thresholds.device:  # assigned to a model on meta
+            self.thresholds = grid.kernel.thresholds.to(self.levels.device)
         if self.started.device.type != "meta":
             self._ready = bool(self.started)
 
@@ -312,16 +294,3 @@ class FakeQuantize(nn.Module):
         kind = f"{self.codec.spec!r}, channel_axis={self.channel_axis}, learn={self.alpha.requires_grad}"
         sign = "signed" if self._signed else "unsigned"
         return f"{kind}, {sign}" + ("" if self._ready else ", not started")
-
-
-def _check_axis(x: Tensor, axis: int, channels: int) -> None:
-    if not -x.dim() <= axis < x.dim():
-        raise ShapeError(
-            f"channel_axis={axis}: x has {x.dim()} dimensions, shape {list(x.shape)}, so that an axis is from "
-            f"{-x.dim()} to {x.dim() - 1}. Pass channel_axis=None for one clip for all of x."
-        )
-    if channels and x.shape[axis] != channels:
-        raise ShapeError(
-            f"x: has {x.shape[axis]} slices along channel_axis={axis}, and this quantizer {channels} clips: it was "
-            "made for, or started from, another tensor. Use one FakeQuantize per tensor."
-        )

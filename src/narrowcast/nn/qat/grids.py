@@ -1,12 +1,12 @@
-"""The grid of a codec: what training quantizes to, and what packing stores.
+"""The grid of a codec: what training rounds to, and what packing stores.
 
-Training needs less of a codec than its bytes: which levels there are, in units of a scale, and which of them a number
-goes to. A `CodecGrid` is that, together with the codec that stores the result: the same codes with one fp32 scale per
-row, since one clip is learned per row or per tensor, never per block.
+Training needs two things of a codec: its levels, in units of a scale, and the level that a number rounds to. A
+`CodecGrid` has both, and the codec that stores the result: the same codes with one fp32 scale per row, since one clip
+is learned per row or per tensor, never per block.
 
 Signed grids are the codec's own. Unsigned ones, for activations that are never negative, spend every code above zero:
 0 to 2**bits - 1 for integers, the unsigned tables of the paper for additive powers of two, and the upper half of an fp8
-format. Tables that someone wrote down (nf4, levels) and `sign` have no unsigned form.
+format. Fixed tables (nf4, levels) and `sign` have no unsigned form.
 
 Not supported, with an error that says so: plain casts to 16 or 32 bits (no scale to learn), zero points, random
 rounding, and blocks within a row.
@@ -25,16 +25,18 @@ from torch import Tensor
 
 from narrowcast.codecs import Codec, apot_levels
 from narrowcast.codecs import codec as as_codec
+from narrowcast.codecs.levels import threshold_between
 from narrowcast.codecs.rules import CodecLike
 from narrowcast.errors import SpecError
-from narrowcast.kernels.layout import Element, Grid, before_float32, layout, to_float32
-from narrowcast.kernels.reference import casts, pack, scale_bits, scale_value
+from narrowcast.kernels.layout import Element, Grid, before_float32
+from narrowcast.kernels.reference import casts
 
 
 class CodecGrid(NamedTuple):
     """The levels of a codec, and how they are stored."""
 
-    grid: Grid
+    kernel: Grid
+    """The levels and thresholds as kernels take them, on the CPU."""
     top: float
     """The level that the clip stands for: the largest, or of a lopsided table the largest magnitude."""
     codes: Tensor
@@ -43,9 +45,17 @@ class CodecGrid(NamedTuple):
     """What stores the result: one fp32 scale per row."""
     signed: bool
 
+    @property
+    def levels(self) -> Tensor:
+        return self.kernel.levels
+
+    def on(self, device: torch.device) -> Grid:
+        """The levels and thresholds on a device."""
+        return self.kernel._replace(levels=self.levels.to(device), thresholds=self.kernel.thresholds.to(device))
+
     def integer_offset(self) -> int | None:
-        """What to take from every level to make it an int8; None if levels are no integers, or too large."""
-        levels = self.grid.levels
+        """What to subtract from every level to make it an int8; None if levels are not integers, or too large."""
+        levels = self.levels
         low, high = float(levels[0]), float(levels[-1])
         if not bool((levels == levels.round()).all()):
             return None
@@ -64,14 +74,14 @@ def codec_grid(codec: CodecLike, signed: bool = True) -> CodecGrid:
         integers = torch.arange(first, first + 2**bits, dtype=torch.int64, device="cpu")
         levels = integers.float()
         grid = Grid(levels, (levels[1:] + levels[:-1]) / 2, True)
-        return CodecGrid(grid, float(levels[-1]), integers if signed else _none(), stored, signed)
+        return CodecGrid(grid, float(levels[-1]), integers if signed else _codes(0), stored, signed)
     if element in (Element.E4M3, Element.E5M2):
         levels, codes = _float8(element, signed)
         grid = _float8_table(levels, codes)
-        return CodecGrid(grid, float(levels[-1]), codes if signed else _none(), stored, signed)
+        return CodecGrid(grid, float(levels[-1]), codes if signed else _codes(0), stored, signed)
     if not signed:
         levels = _unsigned(chosen)
-        return CodecGrid(_table(levels), float(levels[-1]), _none(), stored, False)
+        return CodecGrid(_table(levels), float(levels[-1]), _codes(0), stored, False)
     if element == Element.LEVELS:
         levels = chosen.levels  # type: ignore[attr-defined]
         return CodecGrid(_table(levels), float(levels.abs().max()), _codes(len(levels)), stored, True)
@@ -110,34 +120,19 @@ def stored_codec(codec: Codec) -> Codec:
     return as_codec({**codec.config(), "block": "row", "scale": "fp32"})
 
 
-def write_rows(values: Tensor, scale: Tensor, made: CodecGrid) -> Tensor:
-    """Encode `values` [rows, numel], each a level times its row's `scale` [rows], as rows of `made.codec`.
+def write_rows(values: Tensor, scale: Tensor, grid: CodecGrid) -> Tensor:
+    """Encode `values` [rows, numel], each a level times its row's `scale` [rows], as rows of `grid.codec`.
 
-    The scale is stored as it is, so that decoding gives the same bits back.
+    The scale is stored without rounding, so that decoding gives the same bits back.
     """
-    levels = made.grid.levels.double().to(values.device)
+    levels = grid.levels.double().to(values.device)
     middles = (levels[1:] + levels[:-1]) / 2
     # A level times a scale, divided by it, is within a few roundings of the level: the nearest one is the one.
     place = torch.searchsorted(middles, values.double() / scale.double().view(-1, 1))
-    codes = made.codes.to(values.device)[place] & (2**made.codec.bits - 1)
-    where = layout(made.codec.format, values.shape[1])
-    out = torch.zeros(len(values), where.row_bytes, dtype=torch.uint8, device=values.device)
-    out[:, : where.codes_bytes] = pack(codes, made.codec.bits)
-    out[:, where.scales_offset : where.zeros_offset] = scale_bits(scale.view(-1, 1), made.codec.format.scale)
-    return out
-
-
-def row_scales(rows: Tensor, codec: Codec, numel: int) -> Tensor:
-    """The scales [rows] that rows of a codec with one scale per row hold, fp32."""
-    where = layout(codec.format, numel)
-    return scale_value(rows[:, where.scales_offset : where.zeros_offset], codec.format.scale).view(-1)
+    return grid.codec.join(grid.codes.to(values.device)[place], scale.view(-1, 1))
 
 
 # -- levels and the thresholds between them -------------------------------------------------------------------------
-
-
-def _none() -> Tensor:
-    return _codes(0)
 
 
 def _codes(count: int) -> Tensor:
@@ -175,16 +170,9 @@ def _unsigned(codec: Codec) -> Tensor:
 
 
 def _table(levels: Tensor) -> Grid:
-    """A table with ties to the lower level, as the codecs of tables have it."""
-    thresholds = [_middle(*pair) for pair in itertools.pairwise(levels.tolist())]
+    """A table whose ties go to the lower level, as in the codecs with tables."""
+    thresholds = [threshold_between(*pair) for pair in itertools.pairwise(levels.tolist())]
     return Grid(levels, _floats(thresholds), False)
-
-
-def _middle(lower: float, upper: float) -> float:
-    """The largest fp32 number that is not above the middle."""
-    middle = (Fraction(lower) + Fraction(upper)) / 2
-    nearest = to_float32(float(middle))
-    return before_float32(nearest) if Fraction(nearest) > middle else nearest
 
 
 def _float8(element: int, signed: bool) -> tuple[Tensor, Tensor]:

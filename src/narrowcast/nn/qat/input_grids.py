@@ -1,9 +1,9 @@
-"""Which layers quantize their inputs, on which grid, and a packed model made so that these do.
+"""Which layers of a packed model quantize their inputs, on which grid, and how a loaded model gets the same layers.
 
-A packed layer with a quantized input is one of the classes of quantized_input.py. Which one follows from the two grids:
-an integer layer where both are integers that fit a byte, else a packed layer behind a quantizer. So the codec of the
-input and whether its grid is signed is all that a file has to say beside the tensors: `quantized_inputs(model)` says
-it, and `adopt_inputs(model, inputs)` makes such layers of packed ones, with clips that are still to be loaded.
+A packed layer with a quantized input is one of the classes of integer.py. Which one follows from the two grids: an
+integer layer where both are integers that fit a byte, else a packed layer behind a quantizer. So a file has to say only
+the codec of the input and whether its grid is signed. `quantized_inputs(model)` says it, and
+`adopt_inputs(model, inputs)` makes such layers of packed ones, with clips that are still to be loaded.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ FLOAT: dict[type[nn.Module], type[Encoded]] = {
 
 def layer_class(base: type[nn.Module], shape: tuple[int, ...], weight: CodecGrid, inputs: CodecGrid) -> type[Encoded]:
     """The class of a layer that stands for `base`, with a weight of `shape` on one grid and inputs on another."""
-    # Zero is one of the input's levels where padding can be; and longer sums of products may not fit an int32.
+    # Zero must be one of the input's levels, for padding; and longer sums of products may not fit an int32.
     fits = weight.integer_offset() == 0 and inputs.integer_offset() is not None
-    fits = fits and bool((inputs.grid.levels == 0).any()) and math.prod(shape[1:]) < 2**17
+    fits = fits and bool((inputs.levels == 0).any()) and math.prod(shape[1:]) < 2**17
     return INTEGER[base] if fits and base in INTEGER else FLOAT[base]
 
 
 def quantized_inputs(model: nn.Module) -> Inputs:
     """The layers of a converted model whose inputs are quantized."""
     return {
-        name: (module.input_quantizer.codec, module.input_quantizer.made.signed)
+        name: (module.input_quantizer.codec, module.input_quantizer.codec_grid.signed)
         for name, module in as_module(model).named_modules(remove_duplicate=False)
         if isinstance(module, (layers.IntegerLayer, layers.QuantizedInput))
     }
@@ -63,16 +63,16 @@ def input_keys(layer: str) -> list[str]:
 
 
 def adopt_inputs(model: nn.Module, wanted: Mapping[str, tuple[Codec, bool]]) -> None:
-    """Make packed layers quantize their inputs. Clips, and whatever follows from rows, are to be loaded.
+    """Make packed layers quantize their inputs. Their clips and rows are still to be loaded.
 
-    The model is unchanged if one of them cannot.
+    The model is unchanged if one of the layers cannot.
     """
     modules = dict(as_module(model).named_modules(remove_duplicate=False))
     chosen: dict[nn.Module, tuple[type[Encoded], FakeQuantize]] = {}
     for name, (codec, signed) in wanted.items():
         module = modules.get(name)
         if module not in chosen:
-            chosen[cast(nn.Module, module)] = _plan(name, module, codec, signed)
+            chosen[cast(nn.Module, module)] = _choose_class(name, module, codec, signed)
     for module, (target, quantizer) in chosen.items():
         module.__class__ = target
         module.add_module(QUANTIZER, quantizer.train(module.training))
@@ -80,7 +80,9 @@ def adopt_inputs(model: nn.Module, wanted: Mapping[str, tuple[Codec, bool]]) -> 
             module.reserve()
 
 
-def _plan(name: str, module: nn.Module | None, codec: Codec, signed: bool) -> tuple[type[Encoded], FakeQuantize]:
+def _choose_class(
+    name: str, module: nn.Module | None, codec: Codec, signed: bool
+) -> tuple[type[Encoded], FakeQuantize]:
     base = next((base for base in FLOAT if isinstance(module, OneWeight) and module.float_class is base), None)
     if base is None or isinstance(module, (layers.IntegerLayer, layers.QuantizedInput)):
         kind = "nothing" if module is None else f"a {type(module).__name__}"
@@ -88,10 +90,10 @@ def _plan(name: str, module: nn.Module | None, codec: Codec, signed: bool) -> tu
             f"{name!r}: quantized inputs belong to a packed Linear or convolution, and the model has {kind} "
             "there. The file is another model's, or its keys have a prefix."
         )
-    held = cast(OneWeight, module)._held["weight"]
+    layer = cast(OneWeight, module)
     try:
-        weight, inputs = codec_grid(held.codec), codec_grid(codec, signed)
+        weight, inputs = codec_grid(layer.codec), codec_grid(codec, signed)
     except SpecError as error:
         raise StateDictError(f"{name!r}: no layer can have been trained like that: {error}") from error
-    quantizer = FakeQuantize(codec, learn=False, signed=signed, device=cast(OneWeight, module).weight.device)
-    return layer_class(base, tuple(held.shape), weight, inputs), quantizer
+    quantizer = FakeQuantize(codec, learn=False, signed=signed, device=layer.weight.device)
+    return layer_class(base, tuple(layer.held.shape), weight, inputs), quantizer

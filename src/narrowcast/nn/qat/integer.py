@@ -1,17 +1,17 @@
 """Packed layers whose inputs are quantized too.
 
-`convert_` makes these of layers that were trained with quantized inputs. They hold the weight as encoded rows, as every
-packed layer does, and the trained `input_quantizer`.
+`convert_` makes these of layers that were trained with quantized inputs. They hold the weight as encoded rows, like
+every packed layer, and the trained `input_quantizer`.
 
 - `IntegerLinear`, `IntegerConv1d`, `IntegerConv2d`: both grids are integers that fit a byte. Inputs and weights are
   multiplied as int8 x int8 -> int32, exactly (a convolution by laying out its windows); then one fp32 product with
-  (input scale * weight scale), and the bias. Unsigned inputs up to 255 are shifted by 128, which the rows' sums make
-  good for, exactly too. The weights as int8 lie beside the rows, in no state dict.
+  (input scale * weight scale), and the bias. Unsigned inputs up to 255 are shifted by 128; the sums of the rows, times
+  128, are added back, exactly too. The weights as int8 are buffers beside the rows, in no state dict.
 - `QuantizedInputLinear`, `QuantizedInputConv1d/2d/3d`: any other grids. The input is quantized in floats, and
   then multiplied as by the packed layer.
 
-Results of an integer layer are those of the integers; its derivatives are the trained layer's, straight-through, and
-computed in floats when they are asked for. A NaN in the input makes the outputs that depend on it NaN.
+The result of an integer layer comes from the integers. Its derivatives are the trained layer's, straight-through, and
+computed in floats on demand. A NaN in the input makes the outputs that depend on it NaN.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ from narrowcast.nn.modules.conv import Conv1d, Conv2d, Conv3d, Convolution
 from narrowcast.nn.modules.linear import Linear, as_autocast, linear_on_rows
 from narrowcast.nn.qat.clips import scale_of
 from narrowcast.nn.qat.fake_quantize import FakeQuantize
-from narrowcast.nn.qat.grids import row_scales
 
 
 class QuantizedInput(OneWeight):
-    """What layers share that quantize their inputs in floats."""
+    """What layers that quantize their inputs in floats share."""
 
     input_quantizer: FakeQuantize
 
     def forward(self, input: Tensor) -> Tensor:
-        made: Tensor = super().forward(self.input_quantizer(as_autocast(input)))
-        return made
+        out: Tensor = super().forward(self.input_quantizer(as_autocast(input)))
+        return out
 
     def _leave(self) -> None:
         del self.input_quantizer
@@ -91,7 +90,7 @@ class IntegerLayer(OneWeight):
         raise NotImplementedError
 
     def _in_floats(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The same but for roundings, by operations that have derivatives."""
+        """The same, up to rounding, by operations that have derivatives."""
         raise NotImplementedError
 
     def _leave(self) -> None:
@@ -99,30 +98,29 @@ class IntegerLayer(OneWeight):
             delattr(self, name)
 
     def reserve(self) -> None:
-        """Room for the operands of rows that are still to be loaded."""
-        (rows, *size), device = self._held["weight"].shape, self.weight.device
-        self._hold(
+        """Allocate the operands of rows that are still to be loaded."""
+        (rows, *size), device = self.held.shape, self.weight.device
+        self._set_operands(
             torch.empty(rows, math.prod(size), dtype=torch.int8, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
             torch.empty(rows, dtype=torch.int64, device=device),
         )
 
     def unpack(self) -> None:
-        """Make the int8 operands of the rows; `convert_` and `load_state_dict` do."""
-        held = self._held["weight"]
-        numel = math.prod(held.shape[1:])
-        scales = row_scales(as_bytes(self.weight).detach(), held.codec, numel)
-        values = held.codec.decode(self.weight.detach(), numel, torch.float32)
-        integers = (values / scales.view(-1, 1)).round().to(torch.int8)
-        self._hold(integers, scales, integers.sum(1, dtype=torch.int64))
+        """Compute the int8 operands from the rows; `convert_` and `load_state_dict` call it."""
+        rows, numel = as_bytes(self.weight).detach(), math.prod(self.held.shape[1:])
+        scales = self.codec.split(rows, numel).scales
+        assert scales is not None
+        integers = (self.codec.decode(rows, numel, torch.float32) / scales).round().to(torch.int8)
+        self._set_operands(integers, scales.flatten().clone(), integers.sum(1, dtype=torch.int64))
 
-    def _hold(self, *operands: Tensor) -> None:
+    def _set_operands(self, *operands: Tensor) -> None:
         for name, operand in zip(self.made_on_load, operands, strict=True):
             self.register_buffer(name, operand, persistent=False)
 
     @property
     def offset(self) -> int:
-        """What is taken from levels to make them int8."""
+        """What is subtracted from levels to make them int8."""
         return 128 if self.input_quantizer.top > 127 else 0
 
     def input_levels(self, x: Tensor) -> Tensor:
@@ -153,7 +151,7 @@ class IntegerLayer(OneWeight):
         self.unpack()
 
     def _apply(self, fn: Any, recurse: bool = True) -> IntegerLayer:
-        # The operands are what the rows are: never cast, never rounded to half precision.
+        # The operands follow from the rows: they are never cast, never rounded to half precision.
         operands = {id(self._buffers[name]) for name in self.made_on_load}
         super()._apply(lambda t: keep_dtype(fn, t) if id(t) in operands else fn(t), recurse)
         return self
@@ -201,8 +199,7 @@ class IntegerLinear(IntegerLayer, Linear):
         return self.scaled(self.multiply(levels), bias, unknown, x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _in_floats(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        codec, shape = self._held["weight"][:2]
-        return linear_on_rows(self.input_quantizer(x), self.weight, codec, shape[1], bias)
+        return linear_on_rows(self.input_quantizer(x), self.weight, self.codec, self.in_features, bias)
 
 
 class _IntegerConv(IntegerLayer, Convolution):
@@ -219,9 +216,9 @@ class _IntegerConv(IntegerLayer, Convolution):
         each, outputs = windows.shape[1] // self.groups, self.out_channels // self.groups
         sums, unknown = [], []
         for group in range(self.groups):
-            some = windows[:, group * each : (group + 1) * each]
-            sums.append(self.multiply(some, group * outputs, (group + 1) * outputs))
-            unknown.append(some.isnan().any(-1, keepdim=True).expand(-1, outputs))
+            columns = windows[:, group * each : (group + 1) * each]
+            sums.append(self.multiply(columns, group * outputs, (group + 1) * outputs))
+            unknown.append(columns.isnan().any(-1, keepdim=True).expand(-1, outputs))
         out = self.scaled(torch.cat(sums, 1), bias, torch.cat(unknown, 1), x.dtype)
         return out.view(len(x), -1, self.out_channels).transpose(1, 2).reshape(len(x), self.out_channels, *size)
 

@@ -1,15 +1,16 @@
 """Layers that train with quantized weights, and quantized inputs where asked for.
 
 A trained layer is torch's own layer, by a change of its class, with one or two `FakeQuantize` beside its weight:
-`weight_quantizer`, and `input_quantizer` or None. The float weight stays what the optimizer updates, under its own
-name; each forward pass quantizes it anew, and the input too, and then computes what torch's layer does. An embedding
-quantizes only the vectors that it looks up.
+`weight_quantizer`, and `input_quantizer` or None. The optimizer updates the float weight, under its own name. Each
+forward pass quantizes the weight, and the input where asked for, and then computes what torch's layer does. An
+embedding quantizes only the vectors that it looks up.
 
-Nothing else about a layer changes: names, hooks, biases and whoever holds a reference to it do not notice.
+Nothing else about a layer changes: names, hooks, biases and references to it stay valid.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -28,10 +29,11 @@ class Trained(nn.Module):
 
     def quantized_weight(self) -> Tensor:
         """The weight at the levels of its grid; differentiable in the weight and the clip."""
-        made: Tensor = self.weight_quantizer(self.weight)
-        return made
+        quantized: Tensor = self.weight_quantizer(self.weight)
+        return quantized
 
-    def _input(self, x: Tensor) -> Tensor:
+    def quantized_input(self, x: Tensor) -> Tensor:
+        """The input at the levels of its grid, or as it is where inputs are not quantized."""
         return x if self.input_quantizer is None else self.input_quantizer(x)
 
 
@@ -39,28 +41,29 @@ class QatLinear(Trained, nn.Linear):
     """torch.nn.Linear on a fake-quantized weight."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(self._input(input), self.quantized_weight(), self.bias)
+        return F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
 
 
-class QatConv1d(Trained, nn.Conv1d):
+class QatConvolution(Trained):
+    """What convolutions on fake-quantized weights share."""
+
+    bias: Tensor | None
+    _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(self.quantized_input(input), self.quantized_weight(), self.bias)
+
+
+class QatConv1d(QatConvolution, nn.Conv1d):
     """torch.nn.Conv1d on a fake-quantized weight."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self._conv_forward(self._input(input), self.quantized_weight(), self.bias)  # type: ignore[no-any-return]
 
-
-class QatConv2d(Trained, nn.Conv2d):
+class QatConv2d(QatConvolution, nn.Conv2d):
     """torch.nn.Conv2d on a fake-quantized weight."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self._conv_forward(self._input(input), self.quantized_weight(), self.bias)  # type: ignore[no-any-return]
 
-
-class QatConv3d(Trained, nn.Conv3d):
+class QatConv3d(QatConvolution, nn.Conv3d):
     """torch.nn.Conv3d on a fake-quantized weight."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self._conv_forward(self._input(input), self.quantized_weight(), self.bias)  # type: ignore[no-any-return]
 
 
 class QatEmbedding(Trained, nn.Embedding):

@@ -1,9 +1,9 @@
 """A tensor without its mean, and its standard deviation.
 
-With c = x - mean and s = |c| / sqrt(n), the gradient of x is g_c - mean(g_c) + g_s c / (n s), since the c sum to zero;
-or g_c alone, where mean and deviation are to be constants. A constant tensor has s = 0, and no gradient through it.
+With c = x - mean and s = |c| / sqrt(n), the gradient of x is g_c - mean(g_c) + g_s c / (n s), since the c sum to zero.
+Where mean and deviation count as constants, it is g_c alone. A constant tensor has s = 0, and no gradient through it.
 
-Written out because autograd takes twice the time for it, which counts beside the product of a small layer.
+The derivative is written out because autograd takes twice the time, which matters beside the product of a small layer.
 """
 
 from __future__ import annotations

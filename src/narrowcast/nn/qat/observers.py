@@ -1,15 +1,15 @@
-"""Observers: what a calibration remembers of the data it has seen.
+"""Observers: the statistics that a calibration collects, and the clips that follow from them.
 
-An observer takes batches as rows, [channels, n], and gives the clip of each channel. What it remembers lies in buffers,
-so that a state_dict keeps it and observing can go on where it stopped.
+An observer takes batches as rows, [channels, n], and gives the clip of each channel. Its statistics are buffers, so
+that a state dict has them and observing can go on where it stopped.
 
     minmax          the extremes of everything seen
     moving_average  the batches' extremes, averaged with an exponentially fading memory
     percentile      all but a small share of everything seen is within the clip
     mse             the clip with the least squared error over everything seen
 
-The last two keep a histogram of 2048 bins per channel. Its range doubles when data exceeds it, whereby pairs of bins
-become one: no batch is ever seen twice, and none is forgotten.
+The last two keep a histogram of 2048 bins per channel. Its range doubles when data exceeds it, and pairs of bins become
+one. So no batch is needed twice, and every batch counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import CalibrationError, SpecError
 from narrowcast.nn.modules.base import keep_dtype
-from narrowcast.nn.qat.clips import SHARE, holding, search
+from narrowcast.nn.qat.clips import SHARE, search_clip, smallest_clip
 from narrowcast.nn.qat.grids import CodecGrid
 
 
@@ -33,7 +33,7 @@ class Observer(nn.Module):
     high: Tensor
     batches: Tensor
     options: tuple[str, ...] = ()
-    """The numbers that its constructor takes, which a state dict then says."""
+    """The arguments of its constructor, which go into state dicts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,29 +60,29 @@ class Observer(nn.Module):
         self.batches += 1
         self._count(rows)
 
-    def clip(self, made: CodecGrid) -> Tensor:
+    def clip(self, grid: CodecGrid) -> Tensor:
         """The clip of each channel, fp32 [channels]."""
         if not int(self.batches):
             raise CalibrationError("no data was observed: run at least one batch first.")
-        return self._clip(made)
+        return self._clip(grid)
 
     def _merged(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         return torch.minimum(self.low, low), torch.maximum(self.high, high)
 
     def _count(self, rows: Tensor) -> None:
-        """What else a batch leaves behind."""
+        """Further statistics of a batch."""
 
-    def _clip(self, made: CodecGrid) -> Tensor:
-        return holding(self.low, self.high, made)
+    def _clip(self, grid: CodecGrid) -> Tensor:
+        return smallest_clip(self.low, self.high, grid)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Observer:
         return super()._apply(lambda tensor: keep_dtype(fn, tensor), recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         for name, buffer in self._buffers.items():
-            found = state_dict.get(prefix + name)
-            if isinstance(found, Tensor) and buffer is not None and found.shape != buffer.shape:
-                self._buffers[name] = buffer.new_empty(found.shape)
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor) and buffer is not None and value.shape != buffer.shape:
+                self._buffers[name] = buffer.new_empty(value.shape)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -148,20 +148,20 @@ class Percentile(Histogram):
         super().__init__()
         self.share = share
 
-    def _clip(self, made: CodecGrid) -> Tensor:
+    def _clip(self, grid: CodecGrid) -> Tensor:
         half = self.bins // 2
         outward = self.counts[:, half:] + self.counts[:, :half].flip(1)
         within = outward.cumsum(1) / outward.sum(1, keepdim=True)
         place = (within < self.share).sum(1) + 1
         bound = self.reach * place / half
-        return holding(torch.maximum(self.low, -bound), torch.minimum(self.high, bound), made)
+        return smallest_clip(torch.maximum(self.low, -bound), torch.minimum(self.high, bound), grid)
 
 
 class LeastSquares(Histogram):
     """The clip with the least squared error over everything seen."""
 
-    def _clip(self, made: CodecGrid) -> Tensor:
-        return search(self._middles(), holding(self.low, self.high, made), made, self.counts.float())
+    def _clip(self, grid: CodecGrid) -> Tensor:
+        return search_clip(self._middles(), smallest_clip(self.low, self.high, grid), grid, self.counts.float())
 
 
 OBSERVERS: dict[str, type[Observer]] = {
@@ -181,13 +181,13 @@ def make_observer(kind: str | Observer) -> Observer:
 
 
 def describe(observer: Observer) -> list[Any]:
-    """The name of an observer, or of its class where that is not one of these, and its options."""
+    """The name of an observer (that of its class, where it is not one of these) and its options."""
     kind = type(observer)
     name = next((name for name, known in OBSERVERS.items() if known is kind), f"{kind.__module__}.{kind.__qualname__}")
     return [name, {option: getattr(observer, option) for option in observer.options}]
 
 
-def described(description: list[Any]) -> Observer:
-    """A new observer that `describe` describes so."""
+def make_described(description: list[Any]) -> Observer:
+    """A new observer from what `describe` says."""
     name, options = description
     return OBSERVERS[name](**options)

@@ -1,8 +1,8 @@
 """From a float model to one that trains with quantized weights, in place; and the optimizer's groups for it.
 
-`prepare_qat_` decides first and changes then: which layers, on which grids, and where their clips start. Whatever is
-wrong is raised before the first layer has changed. What it takes are the weights of Linear, Conv1d/2d/3d and Embedding,
-by the same survey as `quantize_`; every other weight is left, and listed with the reason.
+`prepare_qat_` decides first and changes then: which layers, on which grids, and where their clips start. All that is
+wrong is raised before the first layer changes. It prepares the weights of Linear, Conv1d/2d/3d and Embedding, out of
+the same survey as `quantize_`. Every other weight stays as it is, and is listed with the reason.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from narrowcast.codecs import Codec
 from narrowcast.codecs.rules import CodecLike, compile_rules
-from narrowcast.errors import QuantizeError, SpecError, StateDictError
-from narrowcast.nn.modules.fast_path import settle
-from narrowcast.nn.qat.clips import check_start
+from narrowcast.errors import QuantizeError, StateDictError
+from narrowcast.nn.modules.fast_path import set_fast_path
+from narrowcast.nn.noise import sqnr
+from narrowcast.nn.qat.checks import check_normalize, check_start
 from narrowcast.nn.qat.fake_quantize import FakeQuantize
 from narrowcast.nn.qat.grids import stored_codec, trainable
 from narrowcast.nn.qat.layers import TRAINED, Trained, train
-from narrowcast.nn.quantize import as_module, same_codec, why_left
+from narrowcast.nn.quantize import as_module, choose_codec, count_rules
 from narrowcast.nn.report import Entry, Report
-from narrowcast.nn.survey import Skip, Slot, Weight, survey
+from narrowcast.nn.state import check_before_loading
+from narrowcast.nn.survey import Skip, Slot, Weight, direct_read, survey
 
 
 class Options(NamedTuple):
-    """What holds for every layer."""
+    """The options that are the same for every layer."""
 
     per_channel: bool
     normalize: str | None
@@ -56,7 +58,7 @@ def prepare_qat_(
     start: str = "mse",
     learn: bool = True,
 ) -> Report:
-    """Let the layers of a model train with quantized weights, and inputs, in place; says which, and what it left.
+    """Let the layers of a model train with quantized weights, and inputs, in place; says which, and what it skipped.
 
     `rules` maps regular expressions, searched for in the names of modules, to the codecs of weights, or to None for
     layers that are to stay as they are. The first and the last layer get `first_last`, weights and inputs, unless a
@@ -65,19 +67,17 @@ def prepare_qat_(
     `per_channel=False` one; they start from the weights at once, inputs from the first batch or from `calibrate_`.
     """
     options = Options(per_channel, normalize, check_start(start), learn)
-    if normalize not in (None, "through", "detached"):
-        raise SpecError(f'normalize={normalize!r}: expected None, "through" or "detached".')
+    check_normalize(normalize)
     if any(isinstance(module, Trained) for module in as_module(model).modules()):
         raise QuantizeError(
             "model: it is prepared already. Call convert_(model) once it is trained, or start from the float model. "
             "The model was left as it was."
         )
     choices, skips, unused = _decide(model, weights, activations, rules, first_last)
-    made = [(choice, _weight_quantizer(choice, options)) for choice in choices]
-    entries = [_change(choice, quantizer, options) for choice, quantizer in made]
-    settle(model)
-    if entries:
-        model.register_load_state_dict_pre_hook(check_state_dict)  # type: ignore[no-untyped-call]
+    quantizers = [_weight_quantizer(choice, options) for choice in choices]
+    entries = [_change(*pair, options) for pair in zip(choices, quantizers, strict=True)]
+    set_fast_path(model)
+    check_before_loading(model, check_state_dict, bool(entries))
     return Report(entries, skips, unused)
 
 
@@ -86,8 +86,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Two groups for an optimizer: everything but the clips, and the clips with a rate and decay of their own.
 
-    Decay draws clips to zero, where there is nothing: none, unless asked for. Without `alpha_lr` they learn as fast
-    as everything else.
+    Weight decay would draw clips to zero, so they get none unless asked for. Without `alpha_lr` they learn as fast as
+    everything else.
     """
     clips = {
         id(module.alpha): module.alpha for module in as_module(model).modules() if isinstance(module, FakeQuantize)
@@ -118,35 +118,37 @@ def _decide(
     outer = inner if first_last is None else compile_rules(rules, trainable(first_last))
     inputs = None if activations is None else trainable(activations)
     outer_inputs = inputs if first_last is None or inputs is None else trainable(first_last)
-    found = survey(model)
-    skips = list(found.skips)
-    for skip in skips:  # a rule that names what cannot be trained is no misspelt one
-        inner.codec_for(skip.name.rpartition(".")[0], skip.name)
+    fitting, skips = _trainable_weights(model)
+    count_rules(inner, skips)
+    choices = []
+    for place, weight in enumerate(fitting):
+        outermost = len(fitting) > 1 and place in (0, len(fitting) - 1)
+        codec = choose_codec(weight, outer if outermost else inner)
+        if isinstance(codec, Codec):
+            choices.append(Choice(weight, trainable(codec), outer_inputs if outermost else inputs))
+        else:
+            skips += codec
+    unused = [pattern for pattern in inner.unused if pattern in outer.unused]
+    return choices, skips, unused
+
+
+def _trainable_weights(model: nn.Module) -> tuple[list[Weight], list[Skip]]:
+    """The weights of a model that can be trained quantized, and those that cannot."""
+    weights, skips = survey(model)
+    fitting, skips = [], list(skips)
     attended = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
-    fitting = []
-    for weight in found.weights:
+    for weight in weights:
         why = next((reason for slot in weight.slots if (reason := _unfit(slot, attended))), "")
         skips += [Skip(slot.key, why) for slot in weight.slots if why]
         if not why:
             fitting.append(weight)
-    choices = []
-    for place, weight in enumerate(fitting):
-        outermost = len(fitting) > 1 and place in (0, len(fitting) - 1)
-        chosen = outer if outermost else inner
-        codecs = {slot.key: chosen.codec_for(*slot.known_as()) for slot in weight.slots}
-        left = [key for key, codec in codecs.items() if codec is None]
-        if left:
-            skips += [Skip(key, why_left(key, left, chosen)) for key in codecs]
-            continue
-        choices.append(Choice(weight, trainable(same_codec(codecs)), outer_inputs if outermost else inputs))
-    unused = [pattern for pattern in inner.unused if pattern in outer.unused]
-    return choices, skips, unused
+    return fitting, skips
 
 
 def _unfit(slot: Slot, attended: set[int]) -> str:
     """Why a weight that can be encoded cannot be trained quantized."""
     if id(slot.module) in attended:
-        return "nn.MultiheadAttention reads it past its module"
+        return direct_read("nn.MultiheadAttention")
     if _base(slot.module) is None or slot.transposed:
         return f"{type(slot.module).__name__} is not trained quantized; Linear, Conv1d/2d/3d and Embedding are"
     return ""
@@ -163,7 +165,7 @@ def _weight_quantizer(choice: Choice, options: Options) -> FakeQuantize:
     """The quantizer of a weight, started from it."""
     embedded = any(isinstance(slot.module, nn.Embedding) for slot in choice.weight.slots)
     weight = choice.weight.slots[0].float_weight()
-    made = FakeQuantize(
+    quantizer = FakeQuantize(
         choice.codec,
         0 if options.per_channel else None,
         options.learn,
@@ -175,31 +177,25 @@ def _weight_quantizer(choice: Choice, options: Options) -> FakeQuantize:
     )
     if weight.device.type != "meta":
         try:
-            made.start_from(weight)
+            quantizer.start_from(weight)
         except QuantizeError as error:
             raise QuantizeError(f"{choice.weight.slots[0].key}: {error} The model was left as it was.") from error
-    return made
+    return quantizer
 
 
 def _change(choice: Choice, quantizer: FakeQuantize, options: Options) -> Entry:
+    """Make the layers of a weight trained ones."""
     entry = _entry(choice, quantizer)
     for slot in choice.weight.slots:
         base = _base(slot.module)
         assert base is not None
         inputs = None
         if choice.activations is not None and base is not nn.Embedding:
+            device = slot.float_weight().device
             inputs = FakeQuantize(
-                choice.activations,
-                None,
-                options.learn,
-                start=options.start,
-                batch_axis=0,
-                device=slot.float_weight().device,
-            )
-        quantizer.train(slot.module.training)
-        if inputs is not None:
-            inputs.train(slot.module.training)
-        train(slot.module, TRAINED[base], quantizer, inputs)
+                choice.activations, None, options.learn, start=options.start, batch_axis=0, device=device
+            ).train(slot.module.training)
+        train(slot.module, TRAINED[base], quantizer.train(slot.module.training), inputs)
     return entry
 
 
@@ -215,18 +211,9 @@ def _entry(choice: Choice, quantizer: FakeQuantize) -> Entry:
         codec=stored.spec,
         bytes_before=weight.numel() * weight.element_size(),
         bytes_after=weight.shape[0] * stored.row_bytes(math.prod(weight.shape[1:])),
-        sqnr=None if weight.device.type == "meta" else signal_to_noise(weight, quantizer(weight)),
+        sqnr=None if weight.device.type == "meta" else sqnr(weight, quantizer(weight)),
         tied=tuple(choice.weight.names()[1:]),
     )
-
-
-def signal_to_noise(exact: Tensor, rounded: Tensor) -> float:
-    """10 log10 of the energy of a tensor over that of its error."""
-    signal = float(torch.linalg.vector_norm(exact.double())) ** 2
-    noise = float(torch.linalg.vector_norm(exact.double() - rounded.double())) ** 2
-    if noise == 0.0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
 # -- state dicts -----------------------------------------------------------------------------------------------------
@@ -235,7 +222,7 @@ def signal_to_noise(exact: Tensor, rounded: Tensor) -> float:
 def check_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, *rest: Any
 ) -> None:
-    """Before any module of the model is loaded, so that a state dict of another grid changes nothing."""
+    """Refuse a state dict without clips, or of another grid."""
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, FakeQuantize):
             continue

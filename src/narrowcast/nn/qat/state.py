@@ -1,9 +1,9 @@
-"""What a quantizer's state dict says: its grid, and what it does beside its clips.
+"""What the state dict of a quantizer says: its grid, and facts that its tensors do not show.
 
-Levels lie in a buffer. How the weight is prepared (`normalize`), which dimension has clips and which observer sets them
-lie in the extra state (state.py). Loading refuses another grid, another number of clips or another dimension of
-them. It takes on whether the weight is normalized, which learned rounding switches off, and an observer that
-`calibrate_` left, whose statistics are then loaded too.
+Levels are a buffer. The extra state (nn/state.py) says how the weight is prepared (`normalize`), which dimension has
+clips, and which observer sets them. Loading refuses another grid, another number of clips and another dimension. It
+takes over whether the weight is normalized, which learned rounding switches off, and the observer that `calibrate_`
+left, whose statistics are then loaded too.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from torch import Tensor, nn
 from narrowcast.errors import StateDictError
 from narrowcast.nn import state
 from narrowcast.nn.qat.grids import CodecGrid, codec_grid, has_unsigned
-from narrowcast.nn.qat.observers import OBSERVERS, describe, described
+from narrowcast.nn.qat.observers import OBSERVERS, describe, make_described
 
 if TYPE_CHECKING:
     from narrowcast.nn.qat.fake_quantize import FakeQuantize
 
 
 def facts_of(quantizer: FakeQuantize) -> dict[str, Any]:
-    """What the tensors of a quantizer do not say, and its results depend on."""
+    """The facts that the results of a quantizer depend on and its tensors do not show."""
     observer = None if quantizer.observer is None else describe(quantizer.observer)
     return {"normalize": quantizer.normalize, "channel_axis": quantizer.channel_axis, "observer": observer}
 
 
 def take_facts(quantizer: FakeQuantize, facts: Mapping[str, Any]) -> None:
-    """Become what a state dict says, once `check_state` has accepted it."""
+    """Apply the facts of a state dict that `check_state` has accepted."""
     normalize, observer = facts.get("normalize"), facts.get("observer")
     if (normalize is None) != (quantizer.normalize is None):  # "through" and "detached" differ in gradients alone
         quantizer.normalize = normalize
     if observer is not None and facts_of(quantizer)["observer"] != observer:
-        quantizer.observer = described(observer).to(quantizer.alpha.device)
+        quantizer.observer = make_described(observer).to(quantizer.alpha.device)
 
 
 def take_stored(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Let the quantizers of a model become what a file says of them, by the keys of their extra states."""
+    """Apply the facts that a file holds, under the keys of the extra states, to the quantizers of a model."""
     for name, module in model.named_modules():
         key = (f"{name}." if name else "") + state.KEY
         if key in stored and hasattr(module, "check_state"):
@@ -47,19 +47,19 @@ def take_stored(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
 
 
 def observer_keys(model: nn.Module, keys: Iterable[str]) -> list[str]:
-    """Of the keys of a file, those of observers, which quantizers take on."""
-    quantizers = (name for name, some in model.named_modules() if hasattr(some, "check_state"))
+    """The keys of a file that belong to observers of the model's quantizers."""
+    quantizers = (name for name, module in model.named_modules() if hasattr(module, "check_state"))
     starts = tuple(f"{name}.observer." if name else "observer." for name in quantizers)
     return [key for key in keys if key.startswith(starts)]
 
 
 def check_state(quantizer: FakeQuantize, state_dict: Mapping[str, Any], prefix: str) -> CodecGrid | None:
     """The grid that a state dict was made with, refused if it is not one of the codec's; None if it has none."""
-    found = _check_tensors(quantizer, state_dict, prefix)
+    grid = _check_tensors(quantizer, state_dict, prefix)
     facts = state.facts_in(state_dict, prefix)
     if facts is not None:
         _check_facts(quantizer, facts, prefix)
-    return found
+    return grid
 
 
 def _check_tensors(quantizer: FakeQuantize, state_dict: Mapping[str, Any], prefix: str) -> CodecGrid | None:
@@ -69,7 +69,7 @@ def _check_tensors(quantizer: FakeQuantize, state_dict: Mapping[str, Any], prefi
     own, codec = quantizer.alpha, quantizer.codec
     signs = [True, False] if quantizer.signed is None and has_unsigned(codec) else [quantizer.signed is not False]
     grids = [codec_grid(codec, sign) for sign in signs]
-    fitting = [made for made in grids if torch.equal(made.grid.levels, levels.detach().float().cpu())]
+    fitting = [grid for grid in grids if torch.equal(grid.levels, levels.detach().float().cpu())]
     if not fitting:
         raise StateDictError(
             f"state_dict[{prefix + 'levels'!r}]: it was trained on another grid, with {levels.numel()} levels from "
@@ -105,6 +105,6 @@ def _check_facts(quantizer: FakeQuantize, facts: Mapping[str, Any], prefix: str)
 
 def _ranges(grids: list[CodecGrid]) -> str:
     ranges = [
-        f"{len(levels)} from {levels[0]:g} to {levels[-1]:g}" for levels in (m.grid.levels.tolist() for m in grids)
+        f"{len(levels)} from {levels[0]:g} to {levels[-1]:g}" for levels in (grid.levels.tolist() for grid in grids)
     ]
     return " or ".join(ranges)

@@ -1,10 +1,10 @@
 """A quantizer's forward and backward pass as one autograd node.
 
-What FakeQuantize computes from x and alpha takes half a dozen small operations beside the rounding itself: the scale
-from the clip, the gradient's factor, the mean and the deviation. Recorded one by one they take longer than the
-rounding of a small layer's weights. `Quantize` does the same operations in the same order, so that its results and its
-gradients have the same bits, and writes down one node. It asks for a clip that needs no mending, for plain tensors,
-and for nobody who wants to see single operations; `quantized` says None where that does not hold.
+Beside the rounding itself, FakeQuantize takes half a dozen small operations: the scale from the clip, the gradient's
+factor, the mean and the deviation. Recorded one by one they take longer than the rounding of a small layer's weights.
+`Quantize` does the same operations in the same order, so that its results and gradients have the same bits, and records
+one node. It needs a clip above FLOOR, plain tensors, and no transform or mode that must see single operations;
+`quantize_in_one_node` returns None where that does not hold.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLOOR = 2.0**-64
 
 
 class Way(NamedTuple):
-    """What a quantizer does with x and alpha."""
+    """The grid and the options by which a quantizer computes its result from x and alpha."""
 
     grid: Grid
     axis: int | None
@@ -37,7 +37,7 @@ class Way(NamedTuple):
     normalize: str | None
 
 
-def quantized(x: Tensor, alpha: Tensor, way: Way) -> Tensor | None:
+def quantize_in_one_node(x: Tensor, alpha: Tensor, way: Way) -> Tensor | None:
     """x on the grid of `way`, in x's own dtype; None if this takes more than one node."""
     plain = type(x) is Tensor or type(x) is nn.Parameter
     dtypes = FLOATS if way.normalize is None else FLOAT32
@@ -56,13 +56,13 @@ def surely_good(sizes: Tensor) -> bool:
     return low.item() >= FLOOR and high.item() < math.inf  # neither holds of a NaN
 
 
-def prepared(x: Tensor, alpha: Tensor, way: Way) -> tuple[Tensor, ...]:
-    """What is rounded, and its scale; if normalized, also the clip's scale, the deviation, and what counts as that."""
+def prepare(x: Tensor, alpha: Tensor, way: Way) -> tuple[Tensor, ...]:
+    """The tensor to round and its scale; if normalized, also the clip's scale, the deviation and the divisor."""
     scale = scale_of(alpha, way.top)
     if way.normalize is None:
         return x, scale
     centred, deviation = moments(x)
-    # A constant tensor is all mean: what is left of it is zero, whatever it is divided by.
+    # A constant tensor equals its mean: what remains is zero, whatever it is divided by.
     counts = deviation if surely_good(deviation) else torch.where(deviation >= FLOOR, deviation, 1.0)
     return centred, scale * counts, scale, deviation, counts
 
@@ -72,7 +72,7 @@ class Quantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, alpha: Tensor, way: Way) -> Tensor:
-        parts = prepared(x, alpha, way)
+        parts = prepare(x, alpha, way)
         ctx.save_for_backward(x, alpha, *parts)
         ctx.flat = way.normalize is not None and parts[4] is not parts[3]
         ctx.way, ctx.axis = way, -1 if way.axis is None else way.axis % x.dim()
@@ -84,7 +84,7 @@ class Quantize(torch.autograd.Function):
         x, alpha, *parts = ctx.saved_tensors
         gradients = fake.backward
         if torch.is_grad_enabled():  # create_graph=True: the operator refuses to be differentiated a second time
-            parts, gradients = list(prepared(x, alpha, way)), torch.ops.narrowcast.fake_quantize_backward
+            parts, gradients = list(prepare(x, alpha, way)), torch.ops.narrowcast.fake_quantize_backward
         shifted, scale, *normalized = parts
         of_x, of_scale = gradients(grad.resolve_neg(), shifted, scale, *way.grid, ctx.axis)
         if normalized:

@@ -1,1 +1,29 @@
-"""How weights are rounded."""
+"""How the weights of a layer are rounded to the levels of a codec.
+
+A rounding takes the floats of a weight, a codec and statistics of the layer's inputs, and gives encoded rows:
+
+    rows = rounding(weight, codec, lead, moments)
+
+- `weight` [*lead dimensions, *row], `lead` of whose dimensions count rows, is never changed.
+- `moments` is the `InputMoments` of the batches that the layer has seen, or None. A rounding that needs them says so.
+- The result is an `EncodedRows` with the weight's own shape and dtype. Whatever the rounding, its rows are ordinary
+  rows of the codec: nothing that reads them knows how they were rounded.
+
+`nearest` needs no statistics. `learned` rounds layers in training to the levels of their learned grid (see learned.py).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from narrowcast.codecs import Codec
+from narrowcast.codecs.payload import EncodedRows
+from narrowcast.nn.rounding.moments import InputMoments
+
+
+class Rounding(Protocol):
+    """Floats, a codec and statistics to rows."""
+
+    def __call__(self, weight: Tensor, codec: Codec, lead: int, moments: InputMoments | None = None) -> EncodedRows: ...

@@ -121,7 +121,9 @@ def test_what_is_not_trained_is_listed_with_the_reason() -> None:
     report = nc.prepare_qat_(model)
     reasons = {skip.name: skip.reason for skip in report.skips}
     assert "MultiheadAttention" in reasons["0.in_proj_weight"]
-    assert reasons["0.out_proj.weight"] == "nn.MultiheadAttention reads it past its module"
+    assert reasons["0.out_proj.weight"] == (
+        "the parent module nn.MultiheadAttention reads `.weight` directly instead of calling the layer"
+    )
     assert "1.weight" in reasons
     assert [entry.name for entry in report.entries] == ["2.weight"]
 

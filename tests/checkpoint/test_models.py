@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import narrowcast as nc
+from narrowcast.checkpoint.models import state_of
 from narrowcast.cli import app
-from narrowcast.codecs.payload import EncodedRows
+from narrowcast.codecs.payload import EncodedRows, encode_rows
 from narrowcast.errors import CheckpointError, LoadWarning, ModelMismatchError, NarrowcastError, StateDictError
 from narrowcast.nn.encodings import stored_state
 
@@ -128,7 +129,7 @@ def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
 
 def test_a_file_that_leaves_out_a_tied_name_loads_into_a_model_that_ties_it(tmp_path: Path) -> None:
     model = small()
-    state = {name: value for name, value in nc.models.state_of(model).items() if name != "head.weight"}
+    state = {name: value for name, value in state_of(model).items() if name != "head.weight"}
     nc.save(state, tmp_path / "x.safetensors")
     other = nc.load(tmp_path / "x.safetensors", empty())
     assert other.head.weight is other.embed.weight
@@ -203,7 +204,7 @@ def test_requires_grad_and_mode_stay_as_the_model_had_them(tmp_path: Path) -> No
 
 def test_strict_false_loads_what_both_have(tmp_path: Path) -> None:
     model = small()
-    state = nc.models.state_of(model)
+    state = state_of(model)
     del state["up.bias"]
     nc.save({**state, "more": torch.ones(1)}, tmp_path / "x.safetensors")
     other = small(1, None)
@@ -232,7 +233,7 @@ def refused(path: Path, model: nn.Module, *words: str, error: type[NarrowcastErr
 
 
 def test_missing_and_unexpected_keys_are_listed(tmp_path: Path) -> None:
-    state = nc.models.state_of(small())
+    state = state_of(small())
     state["net.up.bias"] = state.pop("up.bias")
     nc.save(state, tmp_path / "x.safetensors")
     words = ["1 keys (up.bias) missing from the file", "1 keys (net.up.bias) not in the model", "strict=False"]
@@ -265,7 +266,7 @@ def test_rows_of_another_layout_are_decoded_with_a_warning(tmp_path: Path) -> No
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Linear(8, 2))
     state: dict[str, Tensor | EncodedRows] = dict(model.state_dict())
     # As a row for every last dimension: right by itself, but a convolution has a row for every output.
-    rows = state["0.weight"] = nc.payload.encode_rows(model[0].weight, "int4")
+    rows = state["0.weight"] = encode_rows(model[0].weight, "int4")
     nc.save(state, tmp_path / "x.safetensors")
     with pytest.warns(LoadWarning, match=r"are decoded.* 0\.weight \(the file has other rows than the module\)"):
         nc.load(tmp_path / "x.safetensors", model)
@@ -293,7 +294,7 @@ class Odd(nn.Module):
 
 
 def test_a_weight_that_the_model_cannot_encode_is_decoded_with_a_warning(tmp_path: Path) -> None:
-    rows = nc.payload.encode_rows(torch.randn(4, 64), "int4")
+    rows = encode_rows(torch.randn(4, 64), "int4")
     nc.save({"weight": rows}, tmp_path / "x.safetensors")
     model = Odd()
     with pytest.warns(LoadWarning, match=r"x\.safetensors: weights .* are decoded.*weight \(held by Odd itself"):
@@ -436,7 +437,7 @@ def test_a_file_that_holds_both_names_of_a_tied_weight_leaves_it_tied(
 
 
 def test_a_file_that_holds_both_names_of_tied_rows_leaves_them_tied(tmp_path: Path) -> None:
-    state = nc.models.state_of(small())
+    state = state_of(small())
     rows = state["head.weight"]
     assert isinstance(rows, EncodedRows)
     state["head.weight"] = EncodedRows(rows.data.clone(), rows.codec, rows.shape, rows.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import narrowcast as nc
+from narrowcast.checkpoint.models import state_of
 from narrowcast.cli import app
 from narrowcast.errors import CheckpointError, ModelMismatchError, NarrowcastError
 from narrowcast.nn.qat.input_grids import adopt_inputs, quantized_inputs
@@ -138,7 +139,7 @@ def test_a_model_in_training_comes_back_into_one_that_has_seen_no_data(tmp_path:
 
     model = prepared()
     model(X)
-    assert not model.tied.input_quantizer.made.signed  # what it saw decided the grid
+    assert not model.tied.input_quantizer.codec_grid.signed  # what it saw decided the grid
     nc.save(model, tmp_path / "x.safetensors")
     assert torch.equal(nc.load(tmp_path / "x.safetensors", prepared())(X), model(X))
 
@@ -216,7 +217,7 @@ def test_a_file_without_quantized_inputs_does_not_go_into_a_model_with_them(tmp_
 
 def test_a_file_that_was_saved_from_a_state_dict_goes_into_the_same_model_only(tmp_path: Path) -> None:
     model = converted()
-    nc.save(nc.models.state_of(model), tmp_path / "x.safetensors")
+    nc.save(state_of(model), tmp_path / "x.safetensors")
     refused(tmp_path / "x.safetensors", Net(), "does not say on which grid", "converted the same way")
     other = converted(factor=3.0)
     assert torch.equal(nc.load(tmp_path / "x.safetensors", other)(X), model(X))
@@ -227,7 +228,7 @@ def test_a_file_that_was_saved_from_a_state_dict_goes_into_the_same_model_only(t
 def test_metadata_that_lies_about_inputs_is_refused(tmp_path: Path) -> None:
     model = converted()
     codec = nc.codec("apot4")
-    state = nc.models.state_of(model)
+    state = state_of(model)
 
     def saved(state: dict, **inputs: tuple[nc.Codec, bool]) -> Path:
         nc.checkpoint.save_state(state, tmp_path / "x.safetensors", inputs=inputs)

@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 from product_bound import assert_close_to_product
-from torch import Tensor, nn
+from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import DtypeError, ShapeError
@@ -47,20 +47,6 @@ def test_layers_are_called_by_keyword() -> None:
     attention, x = nn.MultiheadAttention(16, 2), torch.randn(3, 1, 16)
     nc.quantize_(attention, "int8")
     assert torch.equal(attention(value=x, key=x, query=x)[0], attention(x, x, x)[0])
-
-
-def test_learned_rounding_sees_inputs_that_come_by_keyword() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(input=x)  # type: ignore[no-any-return]
-
-    model = Named()
-    nc.prepare_qat_(model, "int4")
-    assert len(nc.calibrate_(model, [torch.randn(9, 8)], rounding="learned", steps=5).rounded) == 1
 
 
 @pytest.mark.parametrize("activations", [None, "int8"])

@@ -312,7 +312,7 @@ def test_each_float_weight_is_let_go_before_the_next_is_encoded(monkeypatch: pyt
     counts: list[int] = []
     from narrowcast.nn import quantize
 
-    encode = quantize.encode_rows
+    encode = quantize.round_to_nearest
 
     def counted(*arguments: object, **options: object) -> object:
         counts.append(len(alive))
@@ -320,7 +320,7 @@ def test_each_float_weight_is_let_go_before_the_next_is_encoded(monkeypatch: pyt
 
     gc.disable()
     try:
-        monkeypatch.setattr(quantize, "encode_rows", counted)
+        monkeypatch.setattr(quantize, "round_to_nearest", counted)
         nc.quantize_(model)
     finally:
         gc.enable()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.nn import noise
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +34,10 @@ def test_bytes_and_noise_are_what_they_are() -> None:
 
 
 def test_noise_is_summed_over_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-
     model = nn.Sequential(nn.Linear(30, 70))
     other = copy.deepcopy(model)
     whole = nc.quantize_(model, "int4").entries[0].sqnr
-    from narrowcast.nn import quantize
-
-    monkeypatch.setattr(quantize, "TILE", 100)
+    monkeypatch.setattr(noise, "TILE", 100)
     assert nc.quantize_(other, "int4").entries[0].sqnr == pytest.approx(whole, abs=1e-9)  # the same rows
 
 

@@ -278,5 +278,5 @@ def test_an_attention_with_a_forward_of_its_own_is_left_alone_with_its_projectio
     assert report.entries == []
     assert report.skips == [
         ("0.in_proj_weight", "Mine changes torch.nn.MultiheadAttention (forward)"),
-        ("0.out_proj.weight", "Mine reads it past its module"),
+        ("0.out_proj.weight", "the parent module Mine reads `.weight` directly instead of calling the layer"),
     ]
