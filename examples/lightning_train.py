@@ -12,7 +12,7 @@ import lightning
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from narrowcast.cli.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
+from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
 from narrowcast.integrations.lightning import CompressGradients
 
 

@@ -351,7 +351,8 @@ def test_an_error_of_the_system_names_the_file_that_was_asked_for(tmp_path: Path
     with pytest.raises(FileNotFoundError) as caught:
         nc.save({"x": torch.zeros(2)}, path)
     assert str(caught.value) == (
-        f"{path}: cannot be written: No such file or directory. Make the folder, or name one you may write to."
+        f"{path}: cannot be written: No such file or directory. Create the folder, or check its permissions, or name "
+        "another folder."
     )
     assert caught.value.errno == errno.ENOENT
 

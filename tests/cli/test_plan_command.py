@@ -104,7 +104,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     assert code == 2
     assert (
         err
-        == "error: --device cuda: torch sees no GPU here, and codecs are measured where they run. Use --device cpu.\n"
+        == "error: --device cuda: torch finds no GPU, and codecs are measured where they run. Use --device cpu.\n"
     )
 
 

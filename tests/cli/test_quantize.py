@@ -144,7 +144,7 @@ def test_the_table_says_the_same(source: Path, tmp_path: Path) -> None:
     assert lines.keys() == {"int4", "copied", "all"}
     assert lines["int4"][2].strip() == "13"
     words = " ".join(result.stdout.split())
-    assert "left behind: model.gguf, onnx, pytorch_model.bin, pytorch_model.bin.index.json" in words
+    assert "files not copied: model.gguf, onnx, pytorch_model.bin, pytorch_model.bin.index.json" in words
     assert "not quantized (is int64): steps" in words
 
 
@@ -296,7 +296,7 @@ def test_a_target_that_is_not_empty_is_left_alone_unless_asked(source: Path, tmp
     assert {encoding.codec.spec for encoding in read(target).encodings.values()} == {"int4"}
     assert "is a file" in failed(2, source, target / "thesis.txt")
     nc.save({"x": torch.ones(1)}, tmp_path / "x.safetensors")
-    assert "is there already" in failed(2, source, tmp_path / "x.safetensors")
+    assert "exists already" in failed(2, source, tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
