@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 import narrowcast as nc
 from narrowcast.cli import app
-from narrowcast.cli.inspect import parse_codecs
 from narrowcast.codecs.payload import encode_rows
 
 
@@ -326,6 +325,6 @@ def test_a_file_that_is_no_checkpoint_ends_with_2_and_the_reason(tmp_path: Path)
     assert inspect(tmp_path / "nothing").exit_code == 2
 
 
-def test_codecs_may_have_options_of_several_parts() -> None:
-    found = parse_codecs("int8, int4:block=32,scale=fp32,nf4:block=128,int8")
-    assert [codec.spec for codec in found] == ["int8", "int4:block=32,scale=fp32", "nf4:block=128"]
+def test_codecs_may_have_options_of_several_parts(file: Path) -> None:
+    weight = as_json(file, "--codecs", "int8, int4:block=32,scale=fp32,nf4:block=128,int8")["weights"][0]
+    assert list(weight["sqnr_db"]) == ["int8", "int4:block=32,scale=fp32", "nf4:block=128"]

@@ -393,7 +393,7 @@ def test_a_config_is_plain_values_and_comes_back_from_them() -> None:
     [
         ({"codec": "int9"}, "codec 'int9' does not exist"),
         ({"rules": {"(": "int4"}}, "is not a regular expression"),
-        ({"group_size": 4}, "group_size is nothing it knows.*later narrowcast"),
+        ({"group_size": 4}, "group_size is unknown.*later narrowcast"),
         ({"quant_method": "gptq"}, "quant_method='gptq'"),
     ],
 )

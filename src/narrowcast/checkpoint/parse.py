@@ -138,9 +138,11 @@ def _check_contents(
     parts = {part: _object(about.get(part), part, where) for part in ("tensors", "checksums", "tied", "user")}
     checksums, tied = parts["checksums"], parts["tied"]
     if checksums.keys() != tensors.keys() or not all(isinstance(value, str) for value in checksums.values()):
-        odd = short(sorted(checksums.keys() ^ tensors.keys())[:3])
+        odd = sorted(checksums.keys() ^ tensors.keys())
+        odd = odd or [name for name, value in checksums.items() if not isinstance(value, str)]
         raise CheckpointError(
-            f"{where}: each tensor needs one checksum; {odd} do not match. The metadata belongs to another file."
+            f"{where}: every tensor needs one checksum; {short(odd[:3])} is missing, is no tensor, or is not text. The "
+            "metadata is damaged, or belongs to another file."
         )
     for alias, name in tied.items():
         if alias in tensors or not isinstance(name, str) or name not in tensors:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from narrowcast.cli.shared.failing import refuse
 from narrowcast.cli.shared.launched import rank, world
+from narrowcast.cli.shared.specs import split_specs
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,7 @@ def plan(
         refuse("--device cuda: torch finds no GPU, and codecs are measured where they run. Use --device cpu.")
     kind = getattr(torch, DTYPES[dtype])
     feedback = None if error_feedback else False
-    given = planning.candidates_for(kind, feedback) if codecs is None else tuple(codecs.split(","))
+    given = planning.candidates_for(kind, feedback) if codecs is None else tuple(split_specs(codecs))
     buckets = planning.buckets_of(count, kind, bucket_mb)
     options = {"dtype": kind, "error_feedback": feedback, "margin": margin}
     if live:

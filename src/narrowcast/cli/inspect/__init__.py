@@ -17,6 +17,8 @@ from rich.console import Console
 from narrowcast.cli.shared.bars import share_bar
 from narrowcast.cli.shared.failing import refuse
 from narrowcast.cli.shared.places import check_picture, check_place
+from narrowcast.cli.shared.specs import split_specs
+from narrowcast.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,9 +64,10 @@ def inspect(
     from narrowcast.checkpoint.files import new_file
     from narrowcast.cli.inspect import report
     from narrowcast.cli.inspect.weights import weights_in
+    from narrowcast.codecs import codec as as_codec
     from narrowcast.codecs.mix import mix_codecs
 
-    tried = parse_codecs(codecs)
+    tried = list(dict.fromkeys(as_codec(spec) for spec in split_specs(codecs)))
     skipped = [_parse_pattern(pattern) for pattern in skip or []]
     weights, others = weights_in(path)
     lines = _measure(weights, tried, skipped)
@@ -88,24 +91,7 @@ def inspect(
         console.print(report.summary(lines, mix, rules_out))
 
 
-def parse_codecs(text: str) -> list[Codec]:
-    """ "int8,int4:block=64,scale=bf16,nf4" as three codecs: an option without a name belongs to the one before."""
-    import narrowcast as nc
-
-    specs: list[str] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        if specs and "=" in part and ":" not in part:
-            specs[-1] += f",{part}"
-        else:
-            specs.append(part)
-    if not specs:
-        raise nc.errors.SpecError(f"--codecs {text!r}: names no codec. Write for example --codecs int8,int4,nf4.")
-    return list(dict.fromkeys(nc.codec(spec) for spec in specs))
-
-
 def _parse_pattern(pattern: str) -> re.Pattern[str]:
-    from narrowcast.errors import SpecError
-
     try:
         return re.compile(pattern)
     except re.error as error:
