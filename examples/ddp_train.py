@@ -1,11 +1,11 @@
-"""A byte-level GPT learns Python from the standard library's own source, and its gradients travel in a few bits.
+"""A byte-level GPT learns Python from the standard library's source, with gradients sent in a few bits.
 
     torchrun --nproc-per-node 4 examples/ddp_train.py [--codec int4] [--steps 200] [--folder run]
-    python examples/ddp_train.py        # the same with one process, where nothing travels
+    python examples/ddp_train.py        # the same with one process, which sends nothing
 
 `--codec` takes any codec, "auto" to let narrowcast measure the link and choose, or "none". With `--folder`, a later
-call with more `--steps` goes on where this one stopped, bit for bit: the first rank saves the model and the optimizer,
-and every rank what it still owes.
+call with more `--steps` resumes where this one stopped, bit for bit: the first rank saves the model and the optimizer,
+and every rank its residuals.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The byte-level GPT in Lightning: one callback makes gradients travel in 4 bits.
+"""The byte-level GPT in Lightning: one callback sends the gradients in 4 bits.
 
     python examples/lightning_train.py [--codec int4] [--devices 2] [--steps 50]
 

@@ -299,7 +299,7 @@ def test_a_symlink_in_the_folder_is_followed_as_the_cache_of_hugging_face_needs(
 def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
     path = folder(tmp_path / "model")
     (path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(MissingFileError, match=r"model-00002-of-00002.safetensors: no such file, although the index lists it"):
+    with pytest.raises(MissingFileError, match=r"model-00002-of-00002.safetensors: no such file, although"):
         load_state(path)
 
 
@@ -323,7 +323,7 @@ def test_a_key_that_two_files_hold_is_refused(tmp_path: Path) -> None:
 def test_a_key_that_a_file_holds_but_the_index_does_not_list_is_refused(tmp_path: Path) -> None:
     path = folder(tmp_path / "model")
     save_state({"b": torch.ones(4), "extra": torch.zeros(4)}, path / "model-00002-of-00002.safetensors")
-    with pytest.raises(CheckpointError, match="lists 'extra' in no file, but model-00002.* holds it"):
+    with pytest.raises(CheckpointError, match=r"lists 'extra' in no file, but model-00002.* holds it"):
         load_state(path)
 
 

@@ -237,9 +237,9 @@ def test_rules_may_be_json(source: Path, tmp_path: Path) -> None:
         ("[rules]\nup = true", "rules['up']: codec=True"),
         ("[rules]\nup = 3", "rules['up']: codec=3"),
         ("[rules", "cannot be read"),
-        ("up = 'int4'", "holds one table, [rules]"),
-        ("[rules]\n[other]", "holds one table, [rules]"),
-        ("rules = 3", "holds one table, [rules]"),
+        ("up = 'int4'", "expected one table, [rules]"),
+        ("[rules]\n[other]", "expected one table, [rules]"),
+        ("rules = 3", "expected one table, [rules]"),
     ],
 )
 def test_rules_that_cannot_be_are_a_usage_error(source: Path, tmp_path: Path, text: str, words: str) -> None:
@@ -249,7 +249,7 @@ def test_rules_that_cannot_be_are_a_usage_error(source: Path, tmp_path: Path, te
 
 
 def test_the_hint_about_toml_is_for_toml_that_is_there(source: Path, tmp_path: Path) -> None:
-    hint = "In TOML a regular expression goes into single quotes."
+    hint = "In TOML, write regular expressions in single quotes."
     (tmp_path / "rules.toml").write_text("[rules")
     (tmp_path / "rules.json").write_text("[rules")
     assert hint in failed(2, source, tmp_path / "target", "--rules", tmp_path / "rules.toml")
@@ -323,7 +323,7 @@ def test_what_is_quantized_already_is_refused(source: Path, tmp_path: Path) -> N
 def test_weights_that_gpt2_keeps_transposed_are_refused_unless_left(tmp_path: Path) -> None:
     nc.save({"h.0.attn.c_attn.weight": torch.ones(64, 192), "wte.weight": torch.ones(9, 64)}, tmp_path / "source")
     (tmp_path / "source" / "config.json").write_text('{"model_type": "gpt2"}')
-    assert "keep these weights as [in, out]" in failed(2, tmp_path / "source", tmp_path / "target")
+    assert "store these weights as [in, out]" in failed(2, tmp_path / "source", tmp_path / "target")
     (tmp_path / "rules.toml").write_text("[rules]\n'c_attn|q_attn|c_fc|c_proj' = false")
     report(tmp_path / "source", tmp_path / "target", "--rules", tmp_path / "rules.toml")
     assert read(tmp_path / "target").encodings.keys() == {"wte.weight"}
@@ -342,15 +342,15 @@ MAIN = "from narrowcast.cli import app; app()"
 HANGS = (
     """
 import sys, time
-from narrowcast.checkpoint import conversion
-encode_rows, calls = conversion.encode_rows, []
+from narrowcast.checkpoint import parts
+encode_rows, calls = parts.encode_rows, []
 def slow(*arguments, **options):
     calls.append(0)
     if len(calls) == 4:
         print("here", flush=True)
         time.sleep(600)
     return encode_rows(*arguments, **options)
-conversion.encode_rows = slow
+parts.encode_rows = slow
 """
     + MAIN
 )

@@ -33,9 +33,7 @@ RANKS = 2
 
 def demo(
     steps: Annotated[int, typer.Option(min=2, help="Steps of each of the three trainings.")] = 700,
-    picture: Annotated[Path, typer.Option(help="The file for the figure of loss against megabytes sent.")] = Path(
-        "demo.png"
-    ),
+    picture: Annotated[Path, typer.Option(help="The figure of loss against megabytes sent.")] = Path("demo.png"),
 ) -> None:
     """Train a small GPT with gradients in fp32, int8 and 4 bits, quantize it, and compare bytes, time and loss.
 
@@ -62,7 +60,7 @@ def _train(folder: Path, steps: int, console: Console) -> dict[str, list[dict[st
     if not console.is_terminal:  # lines instead of bars
         for record in _run_ranks(folder, steps):
             curves[record["way"]].append(record)
-            if record["step"] % max(1, steps // 5) == 0:
+            if record["step"] == 1 or record["step"] % max(1, steps // 5) == 0:
                 console.print(f"{WAYS[record['way']]}: step {record['step']} of {steps}, loss {record['loss']:.3f}")
         return curves
     columns = (
