@@ -33,16 +33,12 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def plan(
     params: Annotated[str, typer.Option(help="Parameters of the model, such as 124M or 7B.")],
     ranks: Annotated[int | None, typer.Option(help="On paper: the number of ranks.")] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(help="On paper: the bandwidth of each rank's link, such as 10gbit.")
-    ] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="On paper: of each rank's link, such as 10gbit.")] = None,
     latency: Annotated[str, typer.Option(help="On paper: the latency of the network, one way.")] = "50us",
     dtype: Annotated[str, typer.Option(help="The dtype of the gradients: fp32, bf16 or fp16.")] = "fp32",
     bucket_mb: Annotated[float, typer.Option(help="DDP's bucket_cap_mb.")] = 25.0,
     codecs: Annotated[str | None, typer.Option(help="The codecs to consider, separated by commas.")] = None,
-    error_feedback: Annotated[
-        bool, typer.Option(help="Include the time of error feedback, and consider int6 and int4.")
-    ] = True,
+    error_feedback: Annotated[bool, typer.Option(help="Include its time, and consider int6 and int4.")] = True,
     margin: Annotated[float, typer.Option(help="How much slower than the fastest codec the chosen one may be.")] = 0.1,
     device: Annotated[str, typer.Option(help="Where the gradients are: cpu (gloo) or cuda (NCCL).")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -56,14 +52,7 @@ def plan(
     count = int(_parse_amount("--params", params, COUNTS, "124M or 7B", least=1))
     delay = _parse_amount("--latency", latency, TIMES, "50us or 1ms")
     rate = None if bandwidth is None else _parse_amount("--bandwidth", bandwidth, RATES, "100mbit or 10gbit", least=1)
-    if dtype not in DTYPES:
-        refuse(f"--dtype {dtype!r}: is none of {', '.join(DTYPES)}. Write, for example, --dtype bf16.")
-    if bucket_mb <= 0:
-        refuse(f"--bucket-mb {bucket_mb}: must be more than 0. DDP's default is --bucket-mb 25.")
-    if margin < 0:
-        refuse(f"--margin {margin}: must be 0 or more, as a share of the fastest time. Write 0.1 for 10%.")
-    if device not in ("cpu", "cuda"):
-        refuse(f"--device {device!r}: is neither cpu nor cuda.")
+    _check_options(dtype, bucket_mb, margin, device)
     live = ranks is None and rate is None and world() > 1
     if not live:
         _check_paper(ranks, bandwidth)
@@ -106,6 +95,17 @@ def _parse_amount(
     if value < least:
         refuse(f"{option} {text!r}: must be at least {least:g}. Write, for example, {example}.")
     return value
+
+
+def _check_options(dtype: str, bucket_mb: float, margin: float, device: str) -> None:
+    if dtype not in DTYPES:
+        refuse(f"--dtype {dtype!r}: is none of {', '.join(DTYPES)}. Write, for example, --dtype bf16.")
+    if bucket_mb <= 0:
+        refuse(f"--bucket-mb {bucket_mb}: must be more than 0. DDP's default is --bucket-mb 25.")
+    if margin < 0:
+        refuse(f"--margin {margin}: must be 0 or more, as a share of the fastest time. Write 0.1 for 10%.")
+    if device not in ("cpu", "cuda"):
+        refuse(f"--device {device!r}: is neither cpu nor cuda.")
 
 
 def _check_paper(ranks: int | None, bandwidth: str | None) -> None:

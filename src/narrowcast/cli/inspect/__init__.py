@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from narrowcast.cli.shared.bars import share_bar
 from narrowcast.cli.shared.failing import refuse
@@ -31,17 +30,13 @@ CODECS = "int8,int6,int5,int4,nf4,apot4,int3,int2"
 
 
 def inspect(
-    path: Annotated[
-        Path, typer.Argument(help="A safetensors file, or a folder that holds one, or shards and their index.")
-    ],
+    path: Annotated[Path, typer.Argument(help="A safetensors file, or a folder with one, or with shards.")],
     codecs: Annotated[str, typer.Option(help="The codecs to try, separated by commas.")] = CODECS,
     plot: Annotated[Path | None, typer.Option(help="Draw the ratios into this file (png, svg or pdf).")] = None,
     budget: Annotated[float | None, typer.Option(help="Bits per weight: find the best mix of the codecs.")] = None,
     rules_out: Annotated[Path | None, typer.Option(help="Write the mix of --budget to this file, as TOML.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --rules-out.")] = False,
-    skip: Annotated[
-        list[str] | None, typer.Option(help="Leave out modules whose names match this regular expression.")
-    ] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Leave out modules whose names match (regex).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show each weight's shape, range, and signal-to-noise ratio in several codecs.
@@ -82,13 +77,8 @@ def inspect(
         draw([line.statistics for line in lines if line.weight.codec is None], mix, plot)
     if as_json:
         print(json.dumps(report.as_dict(lines, mix, rules_out)))
-        return
-    # Into a pipe, rich would assume 80 columns and fold every name.
-    console = Console() if Console().is_terminal else Console(width=200)
-    console.print(report.table(lines, tried, mix))
-    console.print(f"{len(lines)} weights; {others} other tensors (norms, biases, integers) stay as they are.")
-    if mix is not None:
-        console.print(report.summary(lines, mix, rules_out))
+    else:
+        report.show(lines, others, tried, mix, rules_out)
 
 
 def _parse_pattern(pattern: str) -> re.Pattern[str]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
 from rich.table import Table
 
 from narrowcast.cli.inspect.weights import Weight
@@ -52,7 +53,17 @@ def rules(lines: Sequence[Line], mix: Mix) -> str:
     return "\n".join(text) + "\n"
 
 
-def table(lines: Sequence[Line], codecs: Sequence[Codec], mix: Mix | None) -> Table:
+def show(lines: Sequence[Line], others: int, codecs: Sequence[Codec], mix: Mix | None, rules_out: Path | None) -> None:
+    """Print the table and the summary."""
+    # Into a pipe, rich would assume 80 columns and fold every name.
+    console = Console() if Console().is_terminal else Console(width=200)
+    console.print(_table(lines, codecs, mix))
+    console.print(f"{len(lines)} weights; {others} other tensors (norms, biases, integers) stay as they are.")
+    if mix is not None:
+        console.print(_summary(lines, mix, rules_out))
+
+
+def _table(lines: Sequence[Line], codecs: Sequence[Codec], mix: Mix | None) -> Table:
     """Each weight's shape and range, its ratio in each codec, and the codec that was chosen."""
     columns = Table("weight", "shape", "dtype", "min", "max", "std", title="SQNR in dB, by codec")
     for codec in codecs:
@@ -69,7 +80,7 @@ def table(lines: Sequence[Line], codecs: Sequence[Codec], mix: Mix | None) -> Ta
     return columns
 
 
-def summary(lines: Sequence[Line], mix: Mix, rules_out: Path | None) -> str:
+def _summary(lines: Sequence[Line], mix: Mix, rules_out: Path | None) -> str:
     """The mix beside the best that any mix could be, and beside the best single codec; what was left out, and why."""
     best = "no mix of these codecs does better" if mix.exact else f"no mix exceeds {decibels(mix.bound):.2f} dB"
     text = [f"Best mix: {mix.bits:.3f} bits per weight, mean SQNR {mix.sqnr:.2f} dB; {best}."]
