@@ -33,7 +33,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def plan(
     params: Annotated[str, typer.Option(help="Parameters of the model, such as 124M or 7B.")],
     ranks: Annotated[int | None, typer.Option(help="On paper: the number of ranks.")] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="On paper: of each rank's link, such as 10gbit.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="On paper: each rank's bandwidth, such as 10gbit.")] = None,
     latency: Annotated[str, typer.Option(help="On paper: the latency of the network, one way.")] = "50us",
     dtype: Annotated[str, typer.Option(help="The dtype of the gradients: fp32, bf16 or fp16.")] = "fp32",
     bucket_mb: Annotated[float, typer.Option(help="DDP's bucket_cap_mb.")] = 25.0,

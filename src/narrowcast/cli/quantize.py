@@ -26,7 +26,7 @@ def quantize(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A safetensors file, or a model's folder.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or a file that ends in .safetensors.")],
     codec: Annotated[str, typer.Option(help="The codec of weights that no rule matches.")] = "int8",
-    rules: Annotated[Path | None, typer.Option(help="TOML or JSON: [rules], regex = codec or false.")] = None,
+    rules: Annotated[Path | None, typer.Option(help="TOML or JSON with a table rules: regex = codec or false.")] = None,
     max_shard_size: Annotated[str | None, typer.Option(help="Such as 5GB. By default, the files of SRC.")] = None,
     allow_nonfinite: Annotated[bool, typer.Option(help="Also encode weights that hold an infinity or a NaN.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace the weights in DST.")] = False,
