@@ -380,7 +380,7 @@ def staged(folder: Path, work: Callable[[], object]) -> None:
 
 def test_a_disk_that_is_full_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(OSError, match=r"/x: cannot be written: No space left on device\. Free some") as caught:
+    with pytest.raises(OSError, match=r"/x: cannot be written: No space left on device\. Free some disk") as caught:
         staged(tmp_path, Mock(side_effect=full))
     assert caught.value.errno == errno.ENOSPC
     assert [*tmp_path.iterdir()] == []
