@@ -51,6 +51,12 @@ def test_a_weight_in_bf16_is_measured_as_the_numbers_it_holds() -> None:
     assert measured(x).noise == measured(x.float()).noise
 
 
+def test_floats_without_elements_or_with_the_largest_values_are_finite() -> None:
+    largest = torch.tensor([torch.finfo(torch.float32).max, torch.finfo(torch.float32).min])
+    assert sensitivity.is_finite(largest)
+    assert sensitivity.is_finite(torch.empty(0, 3))
+
+
 def test_a_weight_of_zeros_loses_nothing() -> None:
     found = measured(torch.zeros(4, 64))
     assert found.sqnr("int2") == math.inf
@@ -62,3 +68,4 @@ def test_a_weight_that_is_not_finite_says_so(value: float) -> None:
     x = random(4, 64)
     x[2, 3] = value
     assert not measured(x).finite
+    assert not sensitivity.is_finite(x)

@@ -22,6 +22,7 @@ from narrowcast.checkpoint.saving import split_into_shards, split_tied
 from narrowcast.checkpoint.selection import Choice, choose, module_name
 from narrowcast.codecs.payload import Encoding, encode_rows
 from narrowcast.codecs.rules import Rules
+from narrowcast.codecs.sensitivity import is_finite
 from narrowcast.errors import QuantizeError
 
 
@@ -85,8 +86,7 @@ def _entry(source: Checkpoint, name: str, stored: Stored, choice: Choice, allow_
 def _encode(source: Checkpoint, name: str, choice: Choice, allow_nonfinite: bool) -> Tensor:
     assert choice.codec is not None
     weight = source.tensor(name)
-    # A tensor is finite if its extremes are. Asking them makes no copy.
-    if not allow_nonfinite and not all(extreme.isfinite() for extreme in torch.aminmax(weight)):
+    if not allow_nonfinite and not is_finite(weight):
         raise QuantizeError(
             f"{name!r} holds an infinity or a NaN, and every block that holds one decodes to NaN. The usual cause is a "
             "training that diverged, or an overflow in fp16. Repair the checkpoint, leave the weight out with a rule "

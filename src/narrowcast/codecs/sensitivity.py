@@ -62,6 +62,11 @@ class Statistics:
         return decibels(self.relative_noise(spec))
 
 
+def is_finite(x: Tensor) -> bool:
+    """Whether no element is an infinity or a NaN. A tensor is finite if its extremes are; asking them makes no copy."""
+    return not x.numel() or all(extreme.isfinite() for extreme in torch.aminmax(x))
+
+
 def decibels(relative_noise: float) -> float:
     """A relative noise as a signal-to-noise ratio in dB."""
     return -10 * math.log10(relative_noise) if relative_noise else math.inf

@@ -7,10 +7,9 @@
 Importing this module registers the method under the name "narrowcast". Folders of `narrowcast quantize` load, too. A
 weight that is encoded there and that the model has no encoded form for is decoded.
 
-While a float checkpoint loads, each weight is encoded as it arrives and its floats are freed. So memory holds the rows
-of the model and the floats of one weight. As usual in transformers, the output head, weights tied to it, embeddings and
-convolutions stay floats, unless a rule names them. A weight that is not finite is refused. `config.weights` lists the
-encoded weights, and nothing else decides how an encoded folder is read.
+While a float checkpoint loads, each weight is encoded as it arrives and its floats are freed. As usual in transformers,
+the output head, weights tied to it, embeddings and convolutions stay floats, unless a rule names them. A weight that is
+not finite is refused. `config.weights` lists the encoded weights: it alone decides how an encoded folder is read.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from narrowcast.codecs import Codec
 from narrowcast.codecs.payload import EncodedRows, Encoding, encode_rows
 from narrowcast.codecs.registry import codec_in_file
 from narrowcast.codecs.rules import CodecLike, compile_rules
+from narrowcast.codecs.sensitivity import is_finite
 from narrowcast.errors import QuantizeError, SpecError, StateDictError
 from narrowcast.nn import adopt, dequantize_, encodings
 from narrowcast.nn.encodings import drop_codecs, stored_state
@@ -230,7 +230,7 @@ class Encode(ConversionOps):  # type: ignore[misc]
         weight, codec = self.quantizer.chosen[full_layer_name]
         # Only this slot, not those tied to it: where the file has a weight for each, transformers does not tie them.
         slot = next(slot for slot in weight.slots if full_layer_name in Weight([slot]).names())
-        if floats.device.type != "meta" and not all(extreme.isfinite() for extreme in torch.aminmax(floats)):
+        if floats.device.type != "meta" and not is_finite(floats):
             raise QuantizeError(
                 f"{full_layer_name}: holds an infinity or a NaN, and every block that holds one decodes to NaN. The "
                 "usual cause is a training that diverged, or an overflow in fp16. Repair the checkpoint, or leave the "

@@ -26,6 +26,7 @@ from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.codecs.payload import EncodedRows, Encoding
 from narrowcast.codecs.payload import encode as encode_tensor
+from narrowcast.codecs.sensitivity import is_finite
 from narrowcast.errors import CheckpointError, SpecError
 
 SHAPES = "encoded_shapes"
@@ -91,8 +92,7 @@ def _entry_to_encode(source: Source, name: str, codec: Codec, seed: int, finite:
 
     def make() -> Tensor:
         x = source.tensor(name)
-        # A tensor is finite if its extremes are.
-        finite[name] = not x.numel() or all(extreme.isfinite() for extreme in torch.aminmax(x))
+        finite[name] = is_finite(x)
         return encode_tensor(x, codec, seed=seed).data.view(stored.shape)
 
     return Entry(name, stored, Encoding(codec, described, dtype), make)
