@@ -379,7 +379,7 @@ def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path: Path) -> None:
     assert len([*target.glob(".*.narrowcast-tmp")]) == 1
     with pytest.raises(nc.errors.CheckpointError):
         nc.load(target)
-    assert "is no unfinished run with these arguments" in failed(2, source, target, "--codec", "int8")
+    assert "holds no unfinished run with these arguments" in failed(2, source, target, "--codec", "int8")
     damaged = target / done[1]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     times = {name: (target / name).stat().st_mtime_ns for name in done}
@@ -431,7 +431,7 @@ def test_a_run_on_another_source_does_not_take_up_the_old_one(tmp_path: Path) ->
     killed(source, target)
     shutil.rmtree(source)
     one_weight_a_file(source, 6)
-    assert "is no unfinished run" in failed(2, source, target, "--codec", "int4")
+    assert "holds no unfinished run" in failed(2, source, target, "--codec", "int4")
     assert report(source, target, "--codec", "int4", "--overwrite")["files_kept"] == []
 
 
