@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 import narrowcast as nc
+from codec_report import OPERATIONS, Row, markdown, pretty, pretty_rivals, rest
 from data import gaussian, laplace, real, sqnr
 from machine import facts
+from narrowcast.cli.shared.specs import split_specs
 
 VARIANTS = (
     *("int8:zero_point=true", "int4:zero_point=true", "int8:stochastic=true", "int4:stochastic=true"),
@@ -40,8 +41,6 @@ VARIANTS = (
 STRICT = ("int8", "int4", "bf16")
 THREADED = ("int8", "int4", "bf16", "sign", "nf4", "fp8_e4m3")
 RANKS, SMALL = 4, 1000
-OPERATIONS = ("encode", "decode")
-Row = dict[str, Any]
 Work = Callable[[], object]
 console = Console(width=max(172, Console().width))
 
@@ -128,7 +127,7 @@ def two_threads(spec: str, x: Tensor, rounds: int) -> Row:
     codec = nc.codec(spec)
     data, back = codec.encode(x, 1), torch.empty_like(x)
     works: list[Work] = [lambda: codec.encode(x, 1, out=data), lambda: codec.decode(data, x.numel(), out=back)]
-    found: Row = {"codec": spec}
+    gain: Row = {"codec": spec}
     before = torch.get_num_threads()
     for name, run in zip(OPERATIONS, works, strict=True):
         best = {1: float("inf"), 2: float("inf")}
@@ -136,10 +135,10 @@ def two_threads(spec: str, x: Tensor, rounds: int) -> Row:
             for threads in best:
                 torch.set_num_threads(threads)
                 best[threads] = min(best[threads], *(seconds(run, time.perf_counter) for _ in range(10)))
-        found[name] = best[1] / best[2]
+        gain[name] = best[1] / best[2]
     torch.set_num_threads(before)
-    found["over"] = [name for name in OPERATIONS if found[name] <= 1.0]
-    return found
+    gain["over"] = [name for name in OPERATIONS if gain[name] <= 1.0]
+    return gain
 
 
 # -- rivals: what a user would write for int8 in blocks of 128, and bitsandbytes' nf4 in blocks of 64 ----------------
@@ -174,14 +173,14 @@ RIVALS: dict[str, Callable[[], tuple[Callable[..., Any], Callable[..., Any]]]] =
 
 
 def rivals(x: Tensor, compiled: bool, rounds: int, clock: Callable[[], float]) -> list[Row]:
-    found: list[Row] = []
+    rows: list[Row] = []
     for name, make in RIVALS.items():
         if compiled or "compile" not in name:
             try:
-                found.append({"codec": name, **rival(*make(), x, max(3, rounds // 2), clock)})
+                rows.append({"codec": name, **rival(*make(), x, max(3, rounds // 2), clock)})
             except Exception as error:  # torch.compile needs a C++ compiler, bitsandbytes may not be there
-                found.append({"codec": name, "error": str(error).strip().splitlines()[-1][:100]})
-    return found
+                rows.append({"codec": name, "error": str(error).strip().splitlines()[-1][:100]})
+    return rows
 
 
 def rival(
@@ -194,88 +193,6 @@ def rival(
         took, ratio = against(run, lambda: copied.copy_(x), rounds, clock)
         row[what] = {"GB/s": x.nbytes / took / 1e9, "xcopy": ratio}
     return row
-
-
-# -- what is printed ---------------------------------------------------------------------------------------------------
-
-HEAD = (
-    *("codec", "B/elem", "dB Gauss", "dB Laplace", "dB grads", "enc GB/s", "xcopy", "share", "new", "dec GB/s"),
-    *("xcopy", "share", "sum4", "reduce4", "enc us", "dec us", "target"),
-)
-
-
-def cells(row: Row) -> list[str]:
-    parts = [row["codec"], f"{row['bytes']:.4f}", *(f"{value:.1f}" for value in row["sqnr"].values())]
-    for name in OPERATIONS:
-        one = row[name]
-        parts += [f"{one['GB/s']:.1f}", f"{one['xcopy']:.2f}", f"{one['share']:.0%}"]
-        parts += [f"{row['new']:.2f}"] if name == "encode" else []
-    parts += [f"{row['sum4']:.2f}", f"{row['reduce4']:.2f}", *(f"{value:.1f}" for value in row["small"])]
-    return [*parts, verdict(row)]
-
-
-RIVAL_HEAD = ("rival", "B/elem", "dB Gauss", "enc GB/s", "xcopy", "dec GB/s", "xcopy")
-
-
-def rival_cells(row: Row) -> list[str]:
-    times = [cell for what in OPERATIONS for cell in (f"{row[what]['GB/s']:.2f}", f"{row[what]['xcopy']:.2f}")]
-    return [row["codec"], f"{row['bytes']:.4f}", f"{row['sqnr']:.1f}", *times]
-
-
-def verdict(row: Row) -> str:
-    return f"over: {', '.join(row['over'])}" if row["over"] else "ok"
-
-
-def rest(results: Row) -> Iterator[str]:
-    """The lines below the table."""
-    for row in results["rivals"]:
-        if "error" in row:
-            yield f"rival {row['codec']}: did not run ({row['error']})"
-    for row in results["two threads"]:
-        both = [f"{what} {row[what]:.2f}x" for what in OPERATIONS]
-        yield f"two threads over one, {row['codec']}: {', '.join(both)} ({verdict(row)})"
-    yield "targets: int8, int4, bf16 <= 1.0 xcopy, others <= 1.5; sum4 <= 1.5; 1,000 floats < 15 us; 2 threads beat 1"
-    missed = sum(bool(row["over"]) for row in results["codecs"] + results["two threads"])
-    yield f"{missed} rows over a target" if missed else "every target met"
-
-
-def markdown(results: Row) -> str:
-    lines = ["# Codecs on the CPU", "", *(f"- {key}: {value}" for key, value in results["machine"].items()), ""]
-    lines += ["| " + " | ".join(HEAD) + " |", "|---|" + "---:|" * (len(HEAD) - 2) + "---|"]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in results["codecs"]]
-    lines += ["", "| " + " | ".join(RIVAL_HEAD) + " |", "|---|" + "---:|" * (len(RIVAL_HEAD) - 1)]
-    lines += ["| " + " | ".join(rival_cells(row)) + " |" for row in results["rivals"] if "error" not in row]
-    return "\n".join([*lines, "", *(f"- {line}" for line in rest(results)), ""])
-
-
-def pretty(rows: list[Row]) -> Table:
-    table = Table()
-    for name in HEAD:
-        table.add_column(name, justify="left" if name in (HEAD[0], HEAD[-1]) else "right", no_wrap=name == HEAD[0])
-    for row in rows:
-        table.add_row(*cells(row), style="red" if row["over"] else None)
-    return table
-
-
-def pretty_rivals(rows: list[Row]) -> Table:
-    table = Table()
-    for name in RIVAL_HEAD:
-        table.add_column(name, justify="left" if name == "rival" else "right")
-    for row in rows:
-        if "error" not in row:
-            table.add_row(*rival_cells(row))
-    return table
-
-
-def specs(given: str) -> list[str]:
-    """Split at commas, but not at those between a codec's options."""
-    found: list[str] = []
-    for part in filter(None, given.split(",")):
-        if "=" in part and ":" not in part and found:
-            found[-1] += f",{part}"
-        else:
-            found.append(part)
-    return found
 
 
 def main() -> int:
@@ -301,7 +218,7 @@ def main() -> int:
     with console.status("training a small model for its gradients"):
         sources = {"gauss": gaussian(1 << 19), "laplace": laplace(1 << 19), "gradients": real().gradients}
     x = gaussian(size << 18)
-    names = specs(given.codecs) or [*nc.list_codecs(), *VARIANTS]
+    names = split_specs(given.codecs) if given.codecs else [*nc.list_codecs(), *VARIANTS]
     for spec in track(names, "codecs", console=console, transient=True):
         results["codecs"].append(measure(spec, x, sources, rounds, clock))
     with console.status("small tensors, rivals, threads"):

@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from rich.console import Console
@@ -43,13 +42,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as theirs
 
 import narrowcast as nc
+from compat_hooks import CHANNEL, rank_main
 from machine import facts
 from narrowcast.compat import apot, gpt_fast
 from narrowcast.compat import quantization_hooks as ours
 
 RESULTS = Path(__file__).parent / "results"
 FEW, MANY = 200, 1 << 20
-ELEMENTS, CHANNEL = 6_000_000, 512
+ELEMENTS = 6_000_000
 SHAPES = ((11008, 4096), (4096, 11008), (4096, 4096))
 Work = Callable[[], object]
 console = Console(width=max(130, Console().width))
@@ -97,15 +97,15 @@ def seconds(work: Work) -> float:
 
 def codes_one_by_one(x: Tensor, levels: Tensor, codes: Tensor) -> list[Tensor]:
     """For each number the distance to every level, in Python, on tensors of one number."""
-    found = []
+    nearest_codes = []
     for number in x.tolist():
         nearest, least = codes[0], torch.inf
         for level, code in zip(list(levels), list(codes), strict=True):
             distance = abs(level - number)
             if distance < least:
                 nearest, least = code, distance  # type: ignore[assignment]
-        found.append(nearest)
-    return found
+        nearest_codes.append(nearest)
+    return nearest_codes
 
 
 def levels_one_by_one(given: Tensor, levels: Tensor, codes: Tensor) -> list[Tensor]:
@@ -201,69 +201,6 @@ def linear_lines(rounds: int) -> list[Line]:
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
 
-class Bucket:
-    """What a hook asks of a bucket."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def buffer(self) -> Tensor:
-        return self.tensor
-
-
-def gathered(mine: Tensor) -> list[Tensor]:
-    found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    return found
-
-
-def their_protocol(tensor: Tensor, channels: bool) -> Tensor:
-    """PyTorch's hooks: gather scales, quantize, gather codes, and let everyone add up everything."""
-    x, kind = tensor, torch.ao.quantization.MinMaxObserver
-    to_codes, to_floats = theirs._quantize_per_tensor_backend, theirs._dequantize_per_tensor_backend
-    if channels:
-        x = F.pad(tensor, (0, CHANNEL - len(tensor) % CHANNEL)).view(-1, CHANNEL)
-        kind = torch.ao.quantization.PerChannelMinMaxObserver
-        to_codes, to_floats = theirs._quantize_per_channel_backend, theirs._dequantize_per_channel_backend
-    observer = kind()
-    observer(x)
-    scale, zero = observer.calculate_qparams()
-    both = gathered(torch.stack((scale, zero.float())))
-    total = torch.zeros_like(x)
-    for codes, (one_scale, one_zero) in zip(gathered(to_codes(x, scale, zero)), both, strict=True):
-        total += to_floats(codes, one_scale, one_zero)
-    return total.flatten()[: len(tensor)] / len(both)
-
-
-def rank_main(rank: int, ranks: int, elements: int, rounds: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=ranks)
-    torch.manual_seed(rank)
-    gradient = torch.randn(elements) * 1e-3
-    contenders: dict[str, Callable[[Tensor], object]] = {
-        "fp32": lambda x: dist.all_reduce(x),
-        "theirs per tensor": lambda x: their_protocol(x, False),
-        "ours per tensor": lambda x: ours.quantization_pertensor_hook(None, Bucket(x)).wait(),  # type: ignore[arg-type]
-        "theirs per channel": lambda x: their_protocol(x, True),
-        "ours per channel": lambda x: ours.quantization_perchannel_hook(None, Bucket(x)).wait(),  # type: ignore[arg-type]
-    }
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
-        for name, work in contenders.items():
-            x = gradient.clone()
-            dist.barrier()
-            began = time.perf_counter()
-            work(x)
-            slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if turn:
-                times[name].append(slowest.item())
-    if rank == 0:
-        Path(folder, "times.json").write_text(json.dumps({key: statistics.median(some) for key, some in times.items()}))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def hook_lines(rounds: int, ranks: int, elements: int) -> list[Line]:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (ranks, elements, min(rounds, 5), folder), nprocs=ranks)
@@ -291,10 +228,10 @@ def written(about: dict[str, str], lines: list[Line]) -> None:
     rows = ["| " + " | ".join(cells) + " |" for cells in (HEAD, ["---", "---", *["---:"] * 5])]
     rows += ["| " + " | ".join(line.cells()) + " |" for line in lines]
     text = ["# narrowcast.compat beside what it stands for", "", *(f"- {key}: {value}" for key, value in about.items())]
-    notes = ["", "What the columns mean is said at the top of bench/compat.py.", ""]
+    notes = ["", "The top of bench/compat.py explains the columns.", ""]
     (RESULTS / "compat.md").write_text("\n".join([*text, "", *rows, *notes]))
-    found = {"machine": about, "lines": [{**line._asdict(), "ratio": line.ratio} for line in lines]}
-    (RESULTS / "compat.json").write_text(json.dumps(found, indent=2) + "\n")
+    values = {"machine": about, "lines": [{**line._asdict(), "ratio": line.ratio} for line in lines]}
+    (RESULTS / "compat.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
 def main() -> int:

@@ -49,9 +49,9 @@ def width_tables(bits: int, sources: dict[str, Tensor]) -> dict[tuple[int, str],
         cells = [str(block)]
         for scale in SCALES:
             codec = nc.codec(f"{name_of(bits)}:block={block},scale={scale}")
-            found = measured(codec.spec, sources)
-            net[block, scale] = mean(found) - BIT * (codec.bits_per_element() - bits)
-            text = " ".join(f"{value:.1f}" for value in found)
+            ratios = measured(codec.spec, sources)
+            net[block, scale] = mean(ratios) - BIT * (codec.bits_per_element() - bits)
+            text = " ".join(f"{value:.1f}" for value in ratios)
             cells += [f"{codec.bits_per_element():.3f}", f"**{text}**" if codec == default else text]
         print("| " + " | ".join(cells) + " |")
     print()
@@ -70,8 +70,8 @@ def net_table(nets: dict[int, dict[tuple[int, str], float]]) -> None:
         base = net[codec.format.block, scale]
         best = max(net, key=lambda key: net[key])
         shown = " | ".join(f"{net[key] - base:+.2f}" for key in rivals)
-        found = f"{best[0]} {best[1]} | {net[best] - base:+.2f}"
-        print(f"| {bits} | {codec.block} {scale} | {base:.2f} | {found} | {shown} |")
+        choice = f"{best[0]} {best[1]} | {net[best] - base:+.2f}"
+        print(f"| {bits} | {codec.block} {scale} | {base:.2f} | {choice} | {shown} |")
     print()
 
 
@@ -109,8 +109,8 @@ def others(sources: dict[str, Tensor]) -> None:
     print("|---|---:|" + "---:|" * len(sources))
     variants = (*(f"int{bits}:zero_point=true" for bits in (4, 8)), "int4:stochastic=true", "fp8_e4m3:scale=none")
     for spec in (*(name_of(bits) for bits in WIDTHS), *TABLES, *variants):
-        found = " | ".join(f"{value:.1f}" for value in measured(spec, sources))
-        print(f"| {spec} | {nc.codec(spec).bits_per_element():.3f} | {found} |")
+        ratios = " | ".join(f"{value:.1f}" for value in measured(spec, sources))
+        print(f"| {spec} | {nc.codec(spec).bits_per_element():.3f} | {ratios} |")
     print()
 
 

@@ -36,8 +36,8 @@ def seconds(work: Callable[[], object]) -> float:
 
 def touched(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor by the package safetensors, each of its bytes read once."""
-    found = safetensors.torch.load_file(path)
-    return {name: tensor.clone() for name, tensor in found.items()}
+    tensors = safetensors.torch.load_file(path)
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def compared(ways: dict[str, Callable[[], object]], times: int) -> dict[str, float]:

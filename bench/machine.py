@@ -1,4 +1,4 @@
-"""What a results file says of the machine, the software and the command that made it."""
+"""The machine, the software and the command, for the head of a results file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import narrowcast as nc
 BUSY = os.getloadavg()[0]  # before the benchmark itself loads the machine
 
 
-def facts(**more: str) -> dict[str, str]:
-    """For the head of a file, a line each."""
+def facts(**entries: str) -> dict[str, str]:
+    """Values by their titles, for one line each."""
     command = f"PYTHONPATH=src python {' '.join(sys.argv)}"
-    return {"date": str(date.today()), "CPU": _processor(), "software": _software(), **more, "command": command}
+    return {"date": str(date.today()), "CPU": _processor(), "software": _software(), **entries, "command": command}
 
 
 def sentence() -> str:
-    """The same without the command, for the head of a file that is a paragraph."""
+    """The same as one sentence, without the command."""
     return f"{date.today()}, {_processor()}, {_software()}"
 
 

@@ -7,7 +7,7 @@ On each network ranks make a plan (narrowcast.distributed.planning.planner), the
 gloo's own for "none", narrowcast.distributed.all_reduce for each codec, or with --gradients what compress_gradients
 does in its place, error feedback included below 8 bits. They take turns, round by round; a time is the slowest rank's
 for all buckets, the figure the median of the rounds, and `best` their best: what else the machine did meanwhile makes
-the difference. `predicted / measured` is what is to be within 25%. `loss` is what following the plan costs: the time of
+the difference. `predicted / measured` should be within 25% of 1. `loss` is what following the plan costs: the time of
 the codec that it chose, over that of the most precise codec within the plan's margin of the one that was fastest in
 fact."""
 
@@ -35,6 +35,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 from machine import sentence  # noqa: E402
 from narrowcast import distributed as ncd  # noqa: E402
+from narrowcast.cli.shared.specs import split_specs  # noqa: E402
 from narrowcast.distributed.gradients.compression import GradientCompression  # noqa: E402
 from narrowcast.distributed.gradients.ddp import average_bucket  # noqa: E402
 from narrowcast.distributed.planning.planner import plan  # noqa: E402
@@ -65,21 +66,21 @@ def contestants(tensors: list[torch.Tensor], codecs: list[str], gradients: bool)
         for future in [average_bucket(state, x, [x], [0], i, i == last) for i, x in enumerate(tensors)]:
             future.wait()
 
-    found: dict[str, Callable[[], object]] = {NONE: plain}
+    runs: dict[str, Callable[[], object]] = {NONE: plain}
     for codec in codecs:
-        found[codec] = (
+        runs[codec] = (
             partial(averaged, GradientCompression(codec, exempt=None)) if gradients else partial(reduced, codec)
         )
-    return found
+    return runs
 
 
 def measure(buckets: list[int], codecs: list[str], rounds: int, gradients: bool) -> dict[str, list[float]]:
     """Seconds (slowest rank's) of each round for each codec, in turns."""
     tensors = [torch.randn(numel) for numel in buckets]
     runs = contestants(tensors, codecs, gradients)
-    found: dict[str, list[float]] = {name: [] for name in (NONE, *codecs)}
+    times: dict[str, list[float]] = {name: [] for name in (NONE, *codecs)}
     for turn in range(rounds + 1):  # the first is a warm-up: it makes connections
-        for name, seconds in found.items():
+        for name, seconds in times.items():
             for x in tensors:
                 x.mul_(1 / dist.get_world_size())  # which the sum will undo
             dist.barrier()
@@ -89,7 +90,7 @@ def measure(buckets: list[int], codecs: list[str], rounds: int, gradients: bool)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if turn:
                 seconds.append(took.item())
-    return found
+    return times
 
 
 def rank_main(job: dict[str, Any]) -> None:
@@ -97,11 +98,11 @@ def rank_main(job: dict[str, Any]) -> None:
     torch.manual_seed(int(os.environ["RANK"]))
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     start = time.perf_counter()
-    made = plan(job["buckets"], gradients=job["gradients"], candidates=job["codecs"])
+    chosen_plan = plan(job["buckets"], gradients=job["gradients"], candidates=job["codecs"])
     took = time.perf_counter() - start
-    found = measure(job["buckets"], job["codecs"], job["rounds"], job["gradients"])
+    times = measure(job["buckets"], job["codecs"], job["rounds"], job["gradients"])
     if dist.get_rank() == 0:
-        Path(job["output"]).write_text(json.dumps({"plan": made.as_dict(), "took": took, "found": found}))
+        Path(job["output"]).write_text(json.dumps({"plan": chosen_plan.as_dict(), "took": took, "found": times}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -122,16 +123,16 @@ def run(
         command += [] if rate == "unlimited" else ["--rate", rate]
         command += ["--", sys.executable, str(HERE / "plan.py"), "--rank", json.dumps(job)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
-        found: dict[str, Any] = json.loads(Path(f"{folder}/out").read_text())
-    return found
+        result: dict[str, Any] = json.loads(Path(f"{folder}/out").read_text())
+    return result
 
 
-def rows(network: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+def rows(network: str, result: dict[str, Any]) -> list[dict[str, Any]]:
     """One row per codec: predicted and measured seconds."""
-    seconds = {name: statistics.median(times) for name, times in found["found"].items()}
-    made = found["plan"]
-    close = [name for name in seconds if seconds[name] <= (1 + made["margin"]) * min(seconds.values())]
-    precise = {p["codec"]: (p["noise"], p["codec"] != NONE) for p in made["predictions"]}
+    seconds = {name: statistics.median(times) for name, times in result["found"].items()}
+    prediction = result["plan"]
+    close = [name for name in seconds if seconds[name] <= (1 + prediction["margin"]) * min(seconds.values())]
+    precise = {p["codec"]: (p["noise"], p["codec"] != NONE) for p in prediction["predictions"]}
     right = min(close, key=precise.__getitem__)
     return [
         {
@@ -139,30 +140,30 @@ def rows(network: str, found: dict[str, Any]) -> list[dict[str, Any]]:
             "codec": p["codec"],
             "predicted": p["seconds"],
             "measured": seconds[p["codec"]],
-            "best": min(found["found"][p["codec"]]),
+            "best": min(result["found"][p["codec"]]),
             "ratio": p["seconds"] / seconds[p["codec"]],
-            "chosen": p["codec"] == made["chosen"],
-            "loss": seconds[made["chosen"]] / seconds[right],
+            "chosen": p["codec"] == prediction["chosen"],
+            "loss": seconds[prediction["chosen"]] / seconds[right],
         }
-        for p in made["predictions"]
+        for p in prediction["predictions"]
     ]
 
 
-def markdown(made: list[dict[str, Any]]) -> str:
+def markdown(table: list[dict[str, Any]]) -> str:
     lines = [
         "| network | | predicted s | measured s | best s | predicted / measured | chosen | loss |",
         "|---|---|--:|--:|--:|--:|---|--:|",
     ]
-    for row in made:
+    for row in table:
         numbers = f"{row['predicted']:.3g} | {row['measured']:.3g} | {row['best']:.3g} | {row['ratio']:.2f}"
         chosen = f"x | {row['loss']:.2f}" if row["chosen"] else " | "
         lines.append(f"| {row['network']} | {row['codec']} | {numbers} | {chosen} |")
     return "\n".join(lines) + "\n"
 
 
-def verdict(made: list[dict[str, Any]]) -> str:
-    near, nearer = (sum(abs(row["predicted"] / row[key] - 1) <= 0.25 for row in made) for key in ("measured", "best"))
-    return f"{near} of {len(made)} predictions are within 25% of what was measured, {nearer} of the best round."
+def verdict(table: list[dict[str, Any]]) -> str:
+    near, nearer = (sum(abs(row["predicted"] / row[key] - 1) <= 0.25 for row in table) for key in ("measured", "best"))
+    return f"{near} of {len(table)} predictions are within 25% of what was measured, {nearer} of the best round."
 
 
 def main() -> None:
@@ -177,24 +178,24 @@ def main() -> None:
     if given.rank:
         rank_main(json.loads(given.rank))
         return
-    made: list[dict[str, Any]] = []
+    table: list[dict[str, Any]] = []
     raw: dict[str, Any] = {}
     for network in NETWORKS:
         if network.startswith(tuple(given.only.split(","))):
-            raw[network] = run(network, given.codecs.split(","), given.rounds, gradients=given.gradients)
-            made += rows(network, raw[network])
+            raw[network] = run(network, split_specs(given.codecs), given.rounds, gradients=given.gradients)
+            table += rows(network, raw[network])
             print(markdown(rows(network, raw[network])), f"planned in {raw[network]['took']:.1f} s", flush=True)
             print(raw[network]["plan"]["link"], flush=True)
-    summary = verdict(made)
+    summary = verdict(table)
     print(summary)
     if given.out:
-        plans = ", ".join(f"{network} {found['took']:.1f} s" for network, found in raw.items())
+        plans = ", ".join(f"{network} {result['took']:.1f} s" for network, result in raw.items())
         head = f"# Predictions of all_reduce, and what it took\n\n{sentence()}. "
-        head += f"Command: `{' '.join(sys.argv)}`. What the columns mean stands at the top of bench/plan.py.\n\n"
+        head += f"Command: `{' '.join(sys.argv)}`. The top of bench/plan.py explains the columns.\n\n"
         given.out.mkdir(parents=True, exist_ok=True)
         name = "plan-gradients" if given.gradients else "plan"
-        (given.out / f"{name}.md").write_text(f"{head}{summary} Time to plan: {plans}.\n\n{markdown(made)}")
-        (given.out / f"{name}.json").write_text(json.dumps({"rows": made, "raw": raw}, indent=1))
+        (given.out / f"{name}.md").write_text(f"{head}{summary} Time to plan: {plans}.\n\n{markdown(table)}")
+        (given.out / f"{name}.json").write_text(json.dumps({"rows": table, "raw": raw}, indent=1))
 
 
 if __name__ == "__main__":

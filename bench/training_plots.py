@@ -1,6 +1,4 @@
-"""The pictures of bench/training.py: every method's loss over steps and seconds; and, for those who have one look, the
-loss over megabytes sent.
-"""
+"""The figures of bench/training.py: every method's loss over steps and seconds, and loss over megabytes sent."""
 
 from __future__ import annotations
 

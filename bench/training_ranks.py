@@ -1,7 +1,7 @@
-"""What one rank of bench/training.py does: train a byte-level GPT, and write down loss, seconds, bytes and memory.
+"""One rank of bench/training.py: trains a byte-level GPT, and records loss, seconds, bytes and memory.
 
-A job is a dict out of JSON, the same on every rank; rank 0 appends a line of JSON to `job["output"]` for each result.
-`speed` lets methods take turns inside one run; `quality` trains one model after another; `memory` takes a short look.
+A job is a dict from JSON, the same on every rank; rank 0 appends a line of JSON to `job["output"]` for each result.
+`speed` lets methods take turns in one run, `quality` trains one model after another, `memory` trains a few steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast.cli.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
+from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
 from netlab import read
 from training_rivals import METHODS, Method, attach, tensors_in
 
@@ -98,7 +98,7 @@ def speed(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     trainers = {}
     for name in job["methods"]:
         trainers[name] = Trainer(job, METHODS[name], 0, METHODS[name].warmup_steps(0), 1000)
-    found: dict[str, Any] = {name: {"seconds": [], "sent": []} for name in trainers}
+    figures: dict[str, Any] = {name: {"seconds": [], "sent": []} for name in trainers}
     for turn in range(job["rounds"] + 1):
         for name, trainer in trainers.items():
             count = job["turn"] if turn else SETTLING
@@ -110,9 +110,9 @@ def speed(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             slowest = torch.tensor(both, dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if turn:
-                found[name]["seconds"].append(slowest[0].item())
-                found[name]["sent"].append(slowest[1].item())
-    yield found
+                figures[name]["seconds"].append(slowest[0].item())
+                figures[name]["sent"].append(slowest[1].item())
+    yield figures
 
 
 def quality(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -152,8 +152,8 @@ def memory(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             trainer.step()
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     numel = sum(p.numel() for p in trainer.ddp.parameters())
-    kept = sum(tensor.nbytes for tensor in tensors_in(trainer.compression))
-    yield {"peak": peaks[-1], "growth": peaks[1] - peaks[0], "kept_per_parameter": kept / numel}
+    held = sum(tensor.nbytes for tensor in tensors_in(trainer.compression))
+    yield {"peak": peaks[-1], "growth": peaks[1] - peaks[0], "kept_per_parameter": held / numel}
 
 
 PARTS = {"speed": speed, "quality": quality, "memory": memory}

@@ -1,6 +1,6 @@
 """Tables of bench/training.py, out of the cells of training.json; targets are those of the project's issue 6.
 
-A cell that is not there leaves its rows out: nothing is guessed. What missed its target is said to have missed it.
+Rows whose cell is missing are left out. Rows that miss their target say so.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ def speed_section(model: str, rate: str, cell: Any) -> list[str]:
 
 
 def runs_of(cells: Cells, model: str) -> dict[str, dict[int, Any]]:
-    """Method to seed to what was found, in the order of the methods."""
-    found: dict[str, dict[int, Any]] = {name: {} for name in METHODS}
+    """Figures by method and seed, in the order of the methods."""
+    by_method: dict[str, dict[int, Any]] = {name: {} for name in METHODS}
     for key, cell in of(cells, "quality", model).items():
         name, seed = key.rsplit("/", 1)
-        found[name][int(seed)] = cell["found"]
-    return {name: dict(sorted(seeds.items())) for name, seeds in found.items() if seeds}
+        by_method[name][int(seed)] = cell["found"]
+    return {name: dict(sorted(seeds.items())) for name, seeds in by_method.items() if seeds}
 
 
 def quality_section(cells: Cells, model: str) -> list[str]:
@@ -212,15 +212,15 @@ def race_section(cells: Cells, model: str) -> list[str]:
 
 
 def memory_section(cells: Cells, model: str) -> list[str]:
-    found = {name: cell["found"] for name, cell in of(cells, "memory", model).items()}
-    ordered = [name for name in METHODS if name in found]
-    plain = found["fp32"]["peak"]
+    memory = {name: cell["found"] for name, cell in of(cells, "memory", model).items()}
+    ordered = [name for name in METHODS if name in memory]
+    plain = memory["fp32"]["peak"]
     rows = [
         [
             name,
-            f"{found[name]['kept_per_parameter']:.2f}",
-            f"{(found[name]['peak'] - plain) / 1e6:+.0f}",
-            f"{found[name]['growth'] / 1e6:.1f}",
+            f"{memory[name]['kept_per_parameter']:.2f}",
+            f"{(memory[name]['peak'] - plain) / 1e6:+.0f}",
+            f"{memory[name]['growth'] / 1e6:.1f}",
         ]
         for name in ordered
     ]

@@ -117,11 +117,11 @@ def per_tensor_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Fut
 
 def tensors_in(state: object) -> list[Tensor]:
     """Every tensor that a compression keeps between steps, once: what it costs beside the model and its gradients."""
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
 
     def look(value: object) -> None:
         if isinstance(value, Tensor):
-            found[value.data_ptr()] = value
+            tensors[value.data_ptr()] = value
         elif isinstance(value, dict):
             for each in value.values():
                 look(each)
@@ -133,4 +133,4 @@ def tensors_in(state: object) -> list[Tensor]:
         look([state.error_dict, state.p_memory_dict, state.q_memory_dict])
     elif state is not None:
         look(state.state_dict())
-    return list(found.values())
+    return list(tensors.values())

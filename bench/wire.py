@@ -113,14 +113,14 @@ def measure(megabytes: float, codecs: list[str], rounds: int) -> dict[str, Any]:
     x = torch.randn(max(1, int(megabytes * MB / 4)))
     runs = contestants(x, codecs)
     repeat = REPEAT if megabytes <= LARGE else 1
-    found: dict[str, Any] = {name: {"ms": [], "sent": [], "sqnr": None} for name in runs}
+    figures_of: dict[str, Any] = {name: {"ms": [], "sent": [], "sqnr": None} for name in runs}
     if megabytes <= LARGE:
         given, exact = x.clone(), x.double()
         dist.all_reduce(exact)
         for name, run in runs.items():
             x.copy_(given)
             run()
-            found[name]["sqnr"] = sqnr(exact, x)
+            figures_of[name]["sqnr"] = sqnr(exact, x)
         x.copy_(given)
     for turn in range(rounds + 1):  # the first is a warm-up: it makes connections
         for name, run in runs.items():
@@ -135,9 +135,9 @@ def measure(megabytes: float, codecs: list[str], rounds: int) -> dict[str, Any]:
             both = torch.tensor([elapsed * 1e3, (after - before) / repeat], dtype=torch.float64)
             dist.all_reduce(both, dist.ReduceOp.MAX)
             if turn:
-                found[name]["ms"].append(both[0].item())
-                found[name]["sent"].append(both[1].item())
-    return found
+                figures_of[name]["ms"].append(both[0].item())
+                figures_of[name]["sent"].append(both[1].item())
+    return figures_of
 
 
 def rank_main(job: dict[str, Any]) -> None:
@@ -146,10 +146,10 @@ def rank_main(job: dict[str, Any]) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     for megabytes in job["sizes"]:
         rounds = max(3, job["rounds"] // 4) if megabytes > LARGE else job["rounds"] * (4 if megabytes < 2 else 1)
-        found = measure(megabytes, job["codecs"], rounds)
+        measured = measure(megabytes, job["codecs"], rounds)
         if dist.get_rank() == 0:
             with open(job["output"], "a") as output:
-                output.write(json.dumps({"megabytes": megabytes, "found": found}) + "\n")
+                output.write(json.dumps({"megabytes": megabytes, "found": measured}) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -170,17 +170,17 @@ def run(scenario: Scenario, rounds: int, tcp: str) -> list[dict[str, Any]]:
     return [row for line in lines for row in rows(scenario, line["megabytes"], line["found"])]
 
 
-def rows(scenario: Scenario, megabytes: float, found: dict[str, Any]) -> list[dict[str, Any]]:
+def rows(scenario: Scenario, megabytes: float, measured: dict[str, Any]) -> list[dict[str, Any]]:
     numel, ranks = max(1, int(megabytes * MB / 4)), scenario.ranks
     share = 2 * (ranks - 1) / ranks
     needed = {"fp32": share * 4 * numel, "bf16": share * 2 * numel}
     needed["gather8"] = (ranks - 1) * nc.codec("int8").row_bytes(numel)
-    plain = statistics.median(found["fp32"]["ms"])
-    made = []
-    for name, figures in found.items():
+    plain = statistics.median(measured["fp32"]["ms"])
+    table = []
+    for name, figures in measured.items():
         sent = needed.get(name) or share * nc.codec(name).row_bytes(numel)
         ms, limit = statistics.median(figures["ms"]), sent * 8 / scenario.rate * 1e3 if scenario.rate else 0.0
-        made.append(
+        table.append(
             {
                 "scenario": scenario.name,
                 "ranks": ranks,
@@ -199,16 +199,16 @@ def rows(scenario: Scenario, megabytes: float, found: dict[str, Any]) -> list[di
                 "counted": statistics.median(figures["sent"]) / sent,
             }
         )
-    return made
+    return table
 
 
-def markdown(found: list[dict[str, Any]]) -> str:
+def markdown(results: list[dict[str, Any]]) -> str:
     head = (
         "| network | ranks | MB | | sent MB | SQNR dB | ms | x fp32 | limit ms | share | counted |\n"
         "|---|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|\n"
     )
     lines = []
-    for row in found:
+    for row in results:
         network = f"{row['rate'] / 1e6:.0f} Mbit/s" if row["rate"] else "no limit"
         network += f", {row['delay']}" if row["delay"] else ""
         limit = f"{row['limit_ms']:.1f} | {row['share']:.0%}" if row["rate"] else "- | -"
@@ -220,7 +220,7 @@ def markdown(found: list[dict[str, Any]]) -> str:
     return head + "\n".join(lines) + "\n"
 
 
-def plot(found: list[dict[str, Any]], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> None:
     """Time against bytes, and against ranks."""
     import matplotlib
 
@@ -229,9 +229,11 @@ def plot(found: list[dict[str, Any]], path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
     for name in ("fp32", "bf16", "gather8", "int8", "int4"):
-        sizes = [r for r in found if r["scenario"] == "growing-bytes" and r["name"] == name]
+        sizes = [r for r in results if r["scenario"] == "growing-bytes" and r["name"] == name]
         left.loglog([r["megabytes"] for r in sizes], [r["ms"] for r in sizes], "o-", label=name)
-        ranks = [r for r in found if r["name"] == name and r["megabytes"] == 32 and r["rate"] == 1e9 and not r["delay"]]
+        ranks = [
+            r for r in results if r["name"] == name and r["megabytes"] == 32 and r["rate"] == 1e9 and not r["delay"]
+        ]
         ranks = sorted({r["ranks"]: r for r in ranks}.values(), key=lambda r: r["ranks"])
         right.plot([r["ranks"] for r in ranks], [r["ms"] for r in ranks], "o-", label=name)
     left.set(xlabel="MB of fp32", ylabel="ms", title="all_reduce, 4 ranks, 1 Gbit/s")
@@ -259,11 +261,11 @@ def main() -> None:
         return
     console = Console()
     wanted = tuple(given.only.split(","))
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     tcp = choose(given.tcp)
     for scenario in track([s for s in SCENARIOS if s.name.startswith(wanted)], "measuring", console=console):
-        found += run(scenario, given.rounds, tcp)
-    table = markdown(found)
+        results += run(scenario, given.rounds, tcp)
+    table = markdown(results)
     print(table)
     if given.out:
         head = f"# all_reduce on a network in a box\n\n{sentence()}, TCP {tcp}. "
@@ -271,8 +273,8 @@ def main() -> None:
         head += "What the columns mean stands at the top of bench/wire.py.\n\n"
         given.out.mkdir(parents=True, exist_ok=True)
         (given.out / "wire.md").write_text(head + table)
-        (given.out / "wire.json").write_text(json.dumps(found, indent=1))
-        plot(found, given.out / "wire.png")
+        (given.out / "wire.json").write_text(json.dumps(results, indent=1))
+        plot(results, given.out / "wire.png")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A byte-level GPT learns Python from the standard library's own source, and its gradients travel in a few bits.
+"""A byte-level GPT learns Python from the standard library's source, with gradients sent in a few bits.
 
     torchrun --nproc-per-node 4 examples/ddp_train.py [--codec int4] [--steps 200] [--folder run]
-    python examples/ddp_train.py        # the same with one process, where nothing travels
+    python examples/ddp_train.py        # the same with one process, which sends nothing
 
 `--codec` takes any codec, "auto" to let narrowcast measure the link and choose, or "none". With `--folder`, a later
-call with more `--steps` goes on where this one stopped, bit for bit: the first rank saves the model and the optimizer,
-and every rank what it still owes.
+call with more `--steps` resumes where this one stopped, bit for bit: the first rank saves the model and the optimizer,
+and every rank its residuals.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
-from narrowcast.cli.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
+from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
 
 
 def join() -> torch.device:

@@ -1,9 +1,10 @@
 """A byte-level GPT under FSDP2: gradients are reduce-scattered in 4 bits, parameters gathered in 8.
 
     torchrun --nproc-per-node 2 examples/fsdp2_train.py [--codec int4] [--gather int8] [--steps 100]
-    python examples/fsdp2_train.py        # the same with one process, where nothing travels
+    python examples/fsdp2_train.py        # the same with one process, which sends nothing
 
-`--gather none` leaves the parameters alone. The sharded ones, which the optimizer and checkpoints see, stay exact.
+`--gather none` gathers parameters without a codec. The sharded parameters, which the optimizer and checkpoints see,
+stay exact.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import narrowcast as nc
-from narrowcast.cli.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
+from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
 
 
 def join() -> torch.device:

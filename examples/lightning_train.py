@@ -1,4 +1,4 @@
-"""The byte-level GPT in Lightning: one callback makes gradients travel in 4 bits.
+"""The byte-level GPT in Lightning: one callback sends the gradients in 4 bits.
 
     python examples/lightning_train.py [--codec int4] [--devices 2] [--steps 50]
 
@@ -12,7 +12,7 @@ import lightning
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from narrowcast.cli.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
+from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
 from narrowcast.integrations.lightning import CompressGradients
 
 

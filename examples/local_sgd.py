@@ -1,10 +1,10 @@
 """Local SGD between sites: ranks train on their own, and rarely average their parameters, in 4 bits.
 
     torchrun --nproc-per-node 2 examples/local_sgd.py [--codec int4] [--alone 20] [--rounds 10]
-    python examples/local_sgd.py        # the same with one process, where nothing travels
+    python examples/local_sgd.py        # the same with one process, which sends nothing
 
-What travels is how far each rank has moved since they last met, plus what was lost of that the last time: so 4 bits do,
-and all ranks meet at the same point, bit for bit.
+A rank sends the change of its parameters since the last average, plus the residual of the last time. So 4 bits suffice,
+and all ranks have the same parameters after each average, bit for bit.
 """
 
 import argparse
@@ -17,31 +17,31 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import narrowcast as nc
 from narrowcast import distributed as ncd
-from narrowcast.cli.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
+from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
 
 
-class Meeting:
-    """The point at which ranks last met, and what this one still owes."""
+class ParameterAverage:
+    """The parameters of the last average, and the residual of this rank."""
 
     def __init__(self, model: torch.nn.Module, codec: str) -> None:
         self.model, self.codec = model, nc.codec(codec)
-        self.point = parameters_to_vector(model.parameters()).detach()
-        self.owed = torch.zeros_like(self.point)
+        self.last = parameters_to_vector(model.parameters()).detach()
+        self.residual = torch.zeros_like(self.last)
 
-    def meet(self) -> None:
-        """Move everyone to the average."""
-        moved = parameters_to_vector(self.model.parameters()).detach() - self.point + self.owed
-        sent = nc.decode(nc.encode(moved, self.codec))  # about what the others get of it
-        self.owed = moved - sent
+    def update(self) -> None:
+        """Set the parameters of all ranks to their average."""
+        change = parameters_to_vector(self.model.parameters()).detach() - self.last + self.residual
+        sent = nc.decode(nc.encode(change, self.codec))  # about what the others receive
+        self.residual = change - sent
         ncd.all_reduce(sent, dist.ReduceOp.AVG, codec=self.codec)
-        self.point += sent
-        vector_to_parameters(self.point.clone(), self.model.parameters())
+        self.last += sent
+        vector_to_parameters(self.last.clone(), self.model.parameters())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codec", default="int4")
-    parser.add_argument("--alone", type=int, default=20, help="steps between two meetings")
+    parser.add_argument("--alone", type=int, default=20, help="steps between two averages")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
@@ -52,7 +52,7 @@ def main() -> None:
     rank = dist.get_rank()
 
     model = ByteGPT(GPTConfig(options.layers, options.width))
-    meeting = Meeting(model, options.codec)
+    average = ParameterAverage(model, options.codec)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     data = batches(stdlib_text(), model.config.context, options.batch, seed=0, rank=rank)
     for number in range(1, options.rounds + 1):
@@ -61,12 +61,12 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        meeting.meet()
+        average.update()
         if rank == 0:
-            print(f"meeting {number:3d}   loss before it, on rank 0: {loss.item():.4f}")
+            print(f"average {number:3d}   loss before it, on rank 0: {loss.item():.4f}")
     if rank == 0 and dist.get_world_size() > 1:
         stats = ncd.stats()["all_reduce"]
-        every_step = 4 * meeting.point.numel() * options.alone * options.rounds / 1e6
+        every_step = 4 * average.last.numel() * options.alone * options.rounds / 1e6
         print(f"sent {stats.sent_bytes / 1e6:.2f} MB; fp32 gradients in every step would have been {every_step:.1f}")
     dist.destroy_process_group()
 

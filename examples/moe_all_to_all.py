@@ -1,10 +1,10 @@
-"""A mixture of experts whose tokens travel in 8 bits, and their gradients in 4.
+"""A mixture of experts that sends tokens in 8 bits, and their gradients in 4.
 
     torchrun --nproc-per-node 2 examples/moe_all_to_all.py [--codec int8:block=row] [--backward-codec int4]
-    python examples/moe_all_to_all.py        # the same with one process, where nothing travels
+    python examples/moe_all_to_all.py        # the same with one process, which sends nothing
 
-Each rank holds one expert. A router sends every token to the expert it likes best, in one all-to-all with a scale for
-each token; results come back in another. The task: an expert for each kind of token, found by the router alone.
+Each rank holds one expert. A router sends every token to the expert with the highest score, in one all-to-all with a
+scale for each token; a second all-to-all returns the results. The router learns which kind of token goes where.
 """
 
 import argparse

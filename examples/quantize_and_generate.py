@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import narrowcast as nc
-from narrowcast.cli.byte_gpt import ByteGPT, batches, loss_of, stdlib_text
+from narrowcast.byte_gpt import ByteGPT, batches, loss_of, stdlib_text
 
 PROMPT = "def read(self, "
 

@@ -220,7 +220,7 @@ def test_sizes_that_cannot_be_are_refused(text: object) -> None:
         ({"x": 3}, "'x' is a int, and files hold tensors"),
         ({"x": nc.encode(torch.ones(3), "int8")}, "'x' is a Payload, and files hold tensors and EncodedRows. Store"),
         ({"x": torch.ones(2, device="meta")}, "'x' is on the meta device and has no values"),
-        ({"x": torch.ones(2).to_sparse()}, "'x' is torch.float32, torch.sparse_coo, which safetensors does not know"),
+        ({"x": torch.ones(2).to_sparse()}, "'x' is torch.float32, torch.sparse_coo, which safetensors cannot store"),
         ({"x": torch.ones(2, dtype=torch.complex128)}, "'x' is torch.complex128"),
         ({3: torch.ones(2)}, "3 cannot be a tensor's name"),
         ({"__metadata__": torch.ones(2)}, "'__metadata__' cannot be a tensor's name"),
@@ -266,7 +266,7 @@ def test_metadata_that_json_cannot_say_is_refused(tmp_path: Path, bad: object) -
 
 def test_metadata_that_makes_the_header_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "HEADER_LIMIT", 1000)
-    with pytest.raises(CheckpointError, match=r"metadata: the header would take .* reads 1000 at most"):
+    with pytest.raises(CheckpointError, match=r"metadata: the header would take .* reads at most 1000"):
         save_state({"x": torch.ones(1)}, tmp_path / "x.safetensors", metadata={"long": "x" * 1000})
     assert not [*tmp_path.iterdir()]
 
@@ -351,14 +351,15 @@ def test_an_error_of_the_system_names_the_file_that_was_asked_for(tmp_path: Path
     with pytest.raises(FileNotFoundError) as caught:
         nc.save({"x": torch.zeros(2)}, path)
     assert str(caught.value) == (
-        f"{path}: cannot be written: No such file or directory. Make the folder, or name one you may write to."
+        f"{path}: cannot be written: No such file or directory. Create the folder, or check its permissions, or name "
+        "another folder."
     )
     assert caught.value.errno == errno.ENOENT
 
 
 @pytest.mark.parametrize("ending", [".pt", ".pth", ".bin", ".ckpt", ".PT"])
 def test_the_name_of_a_pickle_is_refused_and_makes_no_folder(tmp_path: Path, ending: str) -> None:
-    with pytest.raises(CheckpointError, match=r"no pickles\. Write '.*/ok\.safetensors' for a file, or '.*/ok' for a"):
+    with pytest.raises(CheckpointError, match=r"not pickles\. Write '.*/ok\.safetensors' for a file, or '.*/ok' for a"):
         nc.save({"x": torch.zeros(2)}, tmp_path / f"ok{ending}")
     assert [*tmp_path.iterdir()] == []
 
@@ -379,7 +380,7 @@ def staged(folder: Path, work: Callable[[], object]) -> None:
 
 def test_a_disk_that_is_full_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(OSError, match=r"/x: cannot be written: No space left on device\. Free some space") as caught:
+    with pytest.raises(OSError, match=r"/x: cannot be written: No space left on device\. Free some disk") as caught:
         staged(tmp_path, Mock(side_effect=full))
     assert caught.value.errno == errno.ENOSPC
     assert [*tmp_path.iterdir()] == []

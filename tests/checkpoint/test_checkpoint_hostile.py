@@ -64,18 +64,18 @@ def test_the_forged_file_is_good_before_anything_is_changed(tmp_path: Path) -> N
 )
 def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
-    refused(tmp_path / "x.safetensors", "not a whole safetensors file", "cut off, damaged, or is of another kind")
+    refused(tmp_path / "x.safetensors", "not a whole safetensors file", "truncated, damaged, or of another kind")
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.pth", "pytorch_model.bin", "x.ckpt", "X.PT"])
 def test_a_pickle_is_named_as_one_with_what_to_do(tmp_path: Path, name: str) -> None:
     torch.save({"weight": torch.zeros(2, 2)}, tmp_path / name)
-    refused(tmp_path / name, "a pickle; save it with safetensors.torch.save_file, or use nc.quantize_ in Python.")
+    refused(tmp_path / name, "is a pickle. Save it with safetensors.torch.save_file, or use nc.quantize_ in Python.")
 
 
 def test_an_array_of_numpys_is_named_as_one_with_what_to_do(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros(8))
-    refused(tmp_path / "a.npy", "no safetensors file. narrowcast encode takes .npy files.")
+    refused(tmp_path / "a.npy", "not a safetensors file. narrowcast encode takes .npy files.")
 
 
 def test_a_safetensors_file_may_have_any_name(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def entry(**changes: Any) -> dict[str, Any]:
         ({"x": entry(), "z": entry(shape=[0, 1 << 62, 1 << 62], data_offsets=[8, 8])}, "product is below 2**63"),
         ({"x": entry(), "z": entry(shape=[(1 << 63) + 1, 0], data_offsets=[8, 8])}, "product is below 2**63"),
         ({"x": entry(dtype="F4", shape=[16])}, "has the dtype 'F4'"),
-        ({"x": entry(shape=[2] + [1] * 64)}, "'x' has 65 dimensions, and a tensor has 64 at most"),
+        ({"x": entry(shape=[2] + [1] * 64)}, "'x' has 65 dimensions, and a tensor has at most 64"),
         ({"x": entry(), "z": entry(shape=[0] + [1 << 62] * 10**5, data_offsets=[8, 8])}, "'z' has 100001 dimensions"),
     ],
     ids=str,
@@ -184,33 +184,33 @@ def test_a_path_that_is_not_there_is_a_file_not_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tensors": {"w": {**W, "codec": "int8"}}}, "said to be 'int8' of shape [2, 64]"),
-        ({"tensors": {"w": {**W, "codec": "int99"}}}, "codec that cannot be made"),
-        ({"tensors": {"w": {**W, "codec": {"name": "int4", "block": [1]}}}}, "codec that cannot be made"),
-        ({"tensors": {"w": {**W, "codec": None}}}, "codec that cannot be made"),
-        ({"tensors": {"w": {**W, "codec": 3}}}, "codec that cannot be made"),
-        ({"tensors": {"w": {**W, "codec": "int4:block=" + "9" * 5000}}}, "codec that cannot be made"),
-        ({"tensors": {"w": {**W, "codec": {"name": "levels", "table": [0.5] * 10**5}}}}, "codec that cannot be made"),
-        ({"tensors": {"w": {**W, "codec": {"name": "levels", "table": [0, 1e400]}}}}, "codec that cannot be made"),
-        ({"tensors": {"w": {**W, "shape": [2, 100]}}}, "said to be 'int4' of shape [2, 100]"),
+        ({"tensors": {"w": {**W, "codec": "int8"}}}, "described as 'int8' of shape [2, 64]"),
+        ({"tensors": {"w": {**W, "codec": "int99"}}}, "has an invalid codec"),
+        ({"tensors": {"w": {**W, "codec": {"name": "int4", "block": [1]}}}}, "has an invalid codec"),
+        ({"tensors": {"w": {**W, "codec": None}}}, "has an invalid codec"),
+        ({"tensors": {"w": {**W, "codec": 3}}}, "has an invalid codec"),
+        ({"tensors": {"w": {**W, "codec": "int4:block=" + "9" * 5000}}}, "has an invalid codec"),
+        ({"tensors": {"w": {**W, "codec": {"name": "levels", "table": [0.5] * 10**5}}}}, "has an invalid codec"),
+        ({"tensors": {"w": {**W, "codec": {"name": "levels", "table": [0, 1e400]}}}}, "has an invalid codec"),
+        ({"tensors": {"w": {**W, "shape": [2, 100]}}}, "described as 'int4' of shape [2, 100]"),
         ({"tensors": {"w": {**W, "shape": [3, 64]}}}, "the file holds U8 [2, 48]"),
         ({"tensors": {"w": {**W, "shape": [2]}}}, "the file holds U8 [2, 48]"),
         ({"tensors": {"w": {**W, "shape": [2, 1 << 62, 2]}}}, "product is below 2**63"),
-        ({"tensors": {"w": {**W, "shape": [2, 1 << 61]}}}, "said to be 'int4'"),
+        ({"tensors": {"w": {**W, "shape": [2, 1 << 61]}}}, "described as 'int4'"),
         ({"tensors": {"w": {**W, "shape": [2, -64]}}}, "product is below 2**63"),
         ({"tensors": {"w": {**W, "shape": [2, 64.0]}}}, "product is below 2**63"),
         ({"tensors": {"w": {**W, "shape": [True, 64]}}}, "product is below 2**63"),
         ({"tensors": {"w": {**W, "shape": "2x64"}}}, "product is below 2**63"),
-        ({"tensors": {"w": {**W, "shape": [1] * 64}}}, "said to be 'int4'"),
-        ({"tensors": {"w": {**W, "shape": [1] * 65}}}, "'w' has 65 dimensions, and a tensor has 64 at most"),
+        ({"tensors": {"w": {**W, "shape": [1] * 64}}}, "described as 'int4'"),
+        ({"tensors": {"w": {**W, "shape": [1] * 65}}}, "'w' has 65 dimensions, and a tensor has at most 64"),
         ({"tensors": {"w": {**W, "shape": [1 << 62] * 100_000}}}, "'w' has 100000 dimensions"),
-        ({"tensors": {"w": {**W, "dtype": "int8"}}}, "was of dtype 'int8'"),
-        ({"tensors": {"w": {**W, "dtype": ["float32"]}}}, "was of dtype ['float32']"),
+        ({"tensors": {"w": {**W, "dtype": "int8"}}}, "had the dtype 'int8'"),
+        ({"tensors": {"w": {**W, "dtype": ["float32"]}}}, "had the dtype ['float32']"),
         ({"tensors": {"w": "int4"}}, "the description of 'w' is a str, not an object"),
-        ({"tensors": {"v": W}}, "'v' is said to be 'int4' of shape [2, 64], but the file holds nothing of that name"),
+        ({"tensors": {"v": W}}, "'v' is described as 'int4' of shape [2, 64], but the file holds nothing of that name"),
         ({"tensors": []}, "tensors is a list, not an object"),
-        ({"checksums": {}}, "every tensor has one checksum, but not ['w']"),
-        ({"checksums": {"w": 3}}, "every tensor has one checksum"),
+        ({"checksums": {}}, "every tensor needs one checksum; ['w'] is missing"),
+        ({"checksums": {"w": 3}}, "every tensor needs one checksum"),
         ({"checksums": {"w": "00000000"}}, "the bytes of 'w' do not match their checksum '00000000'"),
         ({"tied": {"a": "b", "b": "a"}}, "'a' is tied to 'b'"),
         ({"tied": {"a": "a"}}, "'a' is tied to 'a'"),
@@ -218,9 +218,9 @@ def test_a_path_that_is_not_there_is_a_file_not_found(tmp_path: Path) -> None:
         ({"tied": {"a": ["w"]}}, "'a' is tied to ['w']"),
         ({"tied": {"a": "b", "b": "w"}}, "'a' is tied to 'b'"),
         ({"user": 3}, "user is a int, not an object"),
-        ({"version": 0}, "version=0 is no version"),
-        ({"version": "1"}, "version='1' is no version"),
-        ({"version": True}, "version=True is no version"),
+        ({"version": 0}, "version=0 is not a version"),
+        ({"version": "1"}, "version='1' is not a version"),
+        ({"version": True}, "version=True is not a version"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -235,7 +235,7 @@ def test_metadata_that_is_no_object_is_refused(tmp_path: Path, text: str) -> Non
 
 def test_a_newer_version_is_refused_with_the_command_that_helps(tmp_path: Path) -> None:
     path = forged(tmp_path / "x.safetensors", ROWS, version=2, tensors={"w": {"something": "new"}})
-    refused(path, "version 2", "reads up to 1", "pip install --upgrade narrowcast", error=NewerVersionError)
+    refused(path, "version 2", "reads versions up to 1", "pip install --upgrade narrowcast", error=NewerVersionError)
 
 
 def test_a_description_that_does_not_match_its_seal_is_refused(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_an_index_names_files_of_its_own_folder_only(tmp_path: Path, place: obje
     with pytest.raises(CheckpointError) as caught:
         load_state(path)
     assert "secret" not in str(caught.value)
-    assert "names files of its own folder" in str(caught.value) or "not a regular file" in str(caught.value)
+    assert "only name files of its own folder" in str(caught.value) or "not a regular file" in str(caught.value)
 
 
 def test_a_symlink_in_the_folder_is_followed_as_the_cache_of_hugging_face_needs(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_a_symlink_in_the_folder_is_followed_as_the_cache_of_hugging_face_needs(
 def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
     path = folder(tmp_path / "model")
     (path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(MissingFileError, match=r"model-00002-of-00002.safetensors: no such file. The index names it"):
+    with pytest.raises(MissingFileError, match=r"model-00002-of-00002.safetensors: no such file, although the index"):
         load_state(path)
 
 
@@ -323,7 +323,7 @@ def test_a_key_that_two_files_hold_is_refused(tmp_path: Path) -> None:
 def test_a_key_that_a_file_holds_but_the_index_does_not_list_is_refused(tmp_path: Path) -> None:
     path = folder(tmp_path / "model")
     save_state({"b": torch.ones(4), "extra": torch.zeros(4)}, path / "model-00002-of-00002.safetensors")
-    with pytest.raises(CheckpointError, match="'extra' is listed in no file but found in model-00002"):
+    with pytest.raises(CheckpointError, match=r"lists 'extra' in no file, but model-00002.* holds it"):
         load_state(path)
 
 
@@ -337,7 +337,7 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_a_folder_without_safetensors_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-    refused(tmp_path, "holds no safetensors file", "no pickles", error=MissingFileError)
+    refused(tmp_path, "holds no safetensors file", "Pickles are not read", error=MissingFileError)
 
 
 # -- any byte ---------------------------------------------------------------------------------------------------------

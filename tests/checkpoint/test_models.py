@@ -159,7 +159,7 @@ def test_a_folder_that_save_pretrained_wrote_loads_into_a_model(tmp_path: Path) 
 @pytest.mark.parametrize("weights", [None, ["embed"], {"embed": 4}], ids=repr)
 def test_a_config_json_that_lies_is_refused(tmp_path: Path, weights: object) -> None:
     folder = pretrained(tmp_path / "folder", small(), weights)
-    refused(folder, small(1, None), "maps names to codecs", error=CheckpointError)
+    refused(folder, small(1, None), "must map names to codecs", error=CheckpointError)
 
 
 def test_a_codec_in_config_json_that_does_not_fit_the_rows_is_refused(tmp_path: Path) -> None:

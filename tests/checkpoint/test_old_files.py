@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import narrowcast as nc
-from narrowcast.cli.payload_files import decode
+from narrowcast.cli.shared.payload_files import decode
 
 # Until fp8 names had blocks, they were plain casts: `nc.save` of a Linear in "fp8_e4m3", at 5e1d24c.
 MODEL = (

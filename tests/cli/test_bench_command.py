@@ -14,6 +14,7 @@ import typer
 
 import narrowcast as nc
 from narrowcast.cli import bench
+from narrowcast.cli.shared import scripts
 
 SOURCE = str(Path(nc.__file__).parent.parent)
 ROOT = Path(__file__).parents[2]
@@ -104,7 +105,7 @@ def test_sigterm_reaches_the_script(repository: Path) -> None:
 def test_every_script_is_there() -> None:
     for name in bench.SCRIPTS:
         assert (ROOT / "bench" / f"{name}.py").is_file()
-        assert bench.checkout(f"bench/{name}.py") == ROOT
+        assert scripts.find_checkout(f"bench/{name}.py") == ROOT
 
 
 def test_the_networks_own_help_is_the_scripts(tmp_path: Path) -> None:
@@ -124,11 +125,11 @@ def test_the_network_is_called_what_the_user_called_it(tmp_path: Path) -> None:
 
 def test_without_the_repository_it_says_where_the_scripts_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as caught:
-        bench._run("bench speed", "bench/speed.py", [])
+        scripts.run_script("bench speed", "bench/speed.py", [])
     assert caught.value.exit_code == 2
     said = capsys.readouterr().err
     assert said.startswith("error: bench speed: runs bench/speed.py of narrowcast's repository")
-    assert said.endswith("Clone the repository, and run narrowcast bench speed in that folder.\n")
+    assert said.endswith("Clone the repository, and run narrowcast bench speed inside it.\n")
 
 
 def test_a_folder_of_another_project_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,4 +137,4 @@ def test_a_folder_of_another_project_is_not_taken(tmp_path: Path, monkeypatch: p
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "speed.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    assert bench.checkout("bench/speed.py") is None
+    assert scripts.find_checkout("bench/speed.py") is None

@@ -15,7 +15,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import narrowcast as nc
-from narrowcast.cli import agreement, app, health
+from narrowcast.cli import app
+from narrowcast.cli.doctor import agreement, health
 from narrowcast.kernels.layout import Recipe
 from narrowcast.kernels.operators import Reference
 
@@ -52,7 +53,7 @@ def test_the_table_says_the_same() -> None:
     assert lines[f"bytes of {nc.which_kernel('int8')}"] == (
         f"agrees in all {len(agreement.specs())} settings of {len(nc.list_codecs())} codecs with the reference"
     )
-    assert result.stdout.splitlines()[-1] == "All is well."
+    assert result.stdout.splitlines()[-1] == "No faults."
 
 
 @pytest.mark.parametrize(
@@ -131,12 +132,12 @@ class WrongSum(Reference):
     ("kernel", "what"), [(WrongCode(), "encoded bytes"), (WrongZero(), "decoded bits"), (WrongSum(), "bits of a sum")]
 )
 def test_a_kernel_that_is_wrong_is_noticed_in_every_codec(kernel: Reference, what: str) -> None:
-    assert agreement.differing(kernel, CPU) == [(spec, what) for spec in agreement.specs()]
+    assert agreement.find_differences(kernel, CPU) == [(spec, what) for spec in agreement.specs()]
 
 
 def test_the_reference_agrees_with_itself() -> None:
     steps: list[int] = []
-    assert agreement.differing(Reference(), CPU, lambda: steps.append(1)) == []
+    assert agreement.find_differences(Reference(), CPU, lambda: steps.append(1)) == []
     assert len(steps) == len(agreement.specs())
 
 

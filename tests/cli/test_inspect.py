@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 import narrowcast as nc
 from narrowcast.cli import app
-from narrowcast.cli.inspect import parse_codecs
 from narrowcast.codecs.payload import encode_rows
 
 
@@ -141,7 +140,7 @@ from narrowcast.cli import app
 torch.set_num_threads(1)
 def anonymous():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
-from narrowcast.sensitivity import statistics
+from narrowcast.codecs import sensitivity as statistics
 add, seen = statistics._add, []
 def spy(*arguments):
     add(*arguments)
@@ -170,7 +169,8 @@ def test_a_budget_gives_rules_that_quantize_takes_and_that_keep_it(tmp_path: Pat
     nc.save(model, tmp_path / "model.safetensors")
     rules = tmp_path / "rules.toml"
     plan = as_json(tmp_path, "--budget", 4.5, "--rules-out", rules)["plan"]
-    assert plan["exact"]
+    assert plan["exact"] == (plan["sqnr_db"] == pytest.approx(plan["bound_db"], rel=1e-12))
+    assert plan["sqnr_db"] <= plan["bound_db"]
     assert plan["bits"] <= 4.5
     assert plan["sqnr_db"] > plan["uniform"]["sqnr_db"]
 
@@ -211,10 +211,12 @@ def test_what_is_skipped_is_left_alone_by_the_rules_and_out_of_the_budget(tmp_pa
 def test_the_summary_sets_the_mix_beside_the_best_single_codec(tmp_path: Path, file: Path) -> None:
     result = inspect(file, "--budget", 6, "--rules-out", tmp_path / "rules.toml")
     assert re.search(
-        r"Best mix: 5\.\d+ bits per weight, mean SQNR [\d.]+ dB; no mix of these codecs does better\. "
+        r"Best mix: 5\.\d+ bits per weight, mean SQNR [\d.]+ dB; no mix exceeds [\d.]+ dB\. "
         r"Best single codec: int5, 5\.\d+ bits per weight, mean SQNR [\d.]+ dB\.",
         words(result),
     )
+    # Where every weight gets its best codec, the mix reaches its bound.
+    assert "no mix of these codecs does better" in words(inspect(file, "--budget", 10))
 
 
 def test_a_budget_that_cannot_be_names_the_smallest_that_can(tmp_path: Path, file: Path) -> None:
@@ -247,7 +249,7 @@ def test_rules_that_are_there_are_replaced_only_with_overwrite(tmp_path: Path, f
     rules.write_text("mine")
     result = inspect(file, "--budget", 5, "--rules-out", rules)
     assert result.exit_code == 2
-    assert "rules.toml': is there already. Pass --overwrite, or name another file." in words(result)
+    assert "rules.toml': exists already. Pass --overwrite, or name another file." in words(result)
     assert rules.read_text() == "mine"
     assert inspect(file, "--budget", 5, "--rules-out", rules, "--overwrite").exit_code == 0
     assert "[rules]" in rules.read_text()
@@ -264,12 +266,13 @@ def test_a_figure_is_drawn(ending: str, magic: bytes, tmp_path: Path, file: Path
 
 
 def test_a_figure_names_every_weight_and_codec_and_rings_the_chosen(tmp_path: Path, file: Path) -> None:
-    from narrowcast.cli.inspect_plot import draw
-    from narrowcast.sensitivity import measure, plan
+    from narrowcast.cli.inspect.plot import draw
+    from narrowcast.codecs.mix import mix_codecs
+    from narrowcast.codecs.sensitivity import measure
 
     x = random(8, 64)
     statistics = [measure("a.weight", 8, 64, lambda i, j: x[i:j], [nc.codec("int8"), nc.codec("int4")])]
-    figure = draw(statistics, plan(statistics, ["int8", "int4"], 6.0), tmp_path / "figure.png")
+    figure = draw(statistics, mix_codecs(statistics, ["int8", "int4"], 6.0), tmp_path / "figure.png")
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a.weight"]
     dots = {dots.get_label(): dots.get_offsets().tolist() for dots in axes.collections}
@@ -322,6 +325,6 @@ def test_a_file_that_is_no_checkpoint_ends_with_2_and_the_reason(tmp_path: Path)
     assert inspect(tmp_path / "nothing").exit_code == 2
 
 
-def test_codecs_may_have_options_of_several_parts() -> None:
-    found = parse_codecs("int8, int4:block=32,scale=fp32,nf4:block=128,int8")
-    assert [codec.spec for codec in found] == ["int8", "int4:block=32,scale=fp32", "nf4:block=128"]
+def test_codecs_may_have_options_of_several_parts(file: Path) -> None:
+    weight = as_json(file, "--codecs", "int8, int4:block=32,scale=fp32,nf4:block=128,int8")["weights"][0]
+    assert list(weight["sqnr_db"]) == ["int8", "int4:block=32,scale=fp32", "nf4:block=128"]

@@ -63,6 +63,12 @@ def test_on_paper_the_time_of_none_follows_from_what_is_printed() -> None:
     assert float(row[2]) == pytest.approx(by_hand, rel=0.01)  # three digits are printed
 
 
+def test_codecs_to_consider_may_have_several_options() -> None:
+    code, out, _ = invoke(*PAPER, "--bandwidth", "1gbit", "--codecs", "none,int4:block=32,scale=fp32", "--json")
+    assert code == 0
+    assert [p["codec"] for p in json.loads(out)["predictions"]] == ["none", "int4:block=32,scale=fp32"]
+
+
 def test_what_to_consider_and_the_margin_are_the_users() -> None:
     code, out, _ = invoke(*PAPER, "--bandwidth", "1mbit", "--codecs", "none,int8,sign", "--margin", "8", "--json")
     assert code == 0
@@ -76,12 +82,12 @@ def test_what_to_consider_and_the_margin_are_the_users() -> None:
     [
         (("--params", "7Q", "--ranks", "2", "--bandwidth", "1gbit"), ["--params '7Q'", "k, m, b, t", "7B"]),
         (("--params", "0", "--ranks", "2", "--bandwidth", "1gbit"), ["--params '0'", "at least 1"]),
-        (("--params", "1M", "--ranks", "0", "--bandwidth", "1gbit"), ["--ranks 0", "two ranks"]),
+        (("--params", "1M", "--ranks", "0", "--bandwidth", "1gbit"), ["--ranks 0", "at least 2"]),
         (("--params", "1M", "--ranks", "4", "--bandwidth", "10gb"), ["--bandwidth '10gb'", "gbit", "10gbit"]),
         (("--params", "1M", "--ranks", "4", "--bandwidth", "10"), ["--bandwidth '10'", "a unit"]),
         (("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--latency", "5"), ["--latency '5'", "50us"]),
-        (("--params", "1M", "--ranks", "4"), ["add", "--bandwidth 10gbit"]),
-        (("--params", "1M", "--bandwidth", "1gbit"), ["add", "--ranks 16"]),
+        (("--params", "1M", "--ranks", "4"), ["Add", "--bandwidth 10gbit"]),
+        (("--params", "1M", "--bandwidth", "1gbit"), ["Add", "--ranks 16"]),
         (("--params", "1M"), ["torchrun", "--ranks 16 --bandwidth 10gbit"]),
         (("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--codecs", "int9"), ["int9", "int8"]),
         (("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--dtype", "int8"), ["--dtype 'int8'", "bf16"]),
@@ -103,8 +109,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     code, _, err = invoke(*PAPER, "--bandwidth", "1gbit", "--device", "cuda")
     assert code == 2
     assert (
-        err
-        == "error: --device cuda: torch sees no GPU here, and codecs are measured where they run. Use --device cpu.\n"
+        err == "error: --device cuda: torch finds no GPU, and codecs are measured where they run. Use --device cpu.\n"
     )
 
 

@@ -144,7 +144,7 @@ def test_the_table_says_the_same(source: Path, tmp_path: Path) -> None:
     assert lines.keys() == {"int4", "copied", "all"}
     assert lines["int4"][2].strip() == "13"
     words = " ".join(result.stdout.split())
-    assert "left behind: model.gguf, onnx, pytorch_model.bin, pytorch_model.bin.index.json" in words
+    assert "files not copied: model.gguf, onnx, pytorch_model.bin, pytorch_model.bin.index.json" in words
     assert "not quantized (is int64): steps" in words
 
 
@@ -237,9 +237,9 @@ def test_rules_may_be_json(source: Path, tmp_path: Path) -> None:
         ("[rules]\nup = true", "rules['up']: codec=True"),
         ("[rules]\nup = 3", "rules['up']: codec=3"),
         ("[rules", "cannot be read"),
-        ("up = 'int4'", "holds one table, [rules]"),
-        ("[rules]\n[other]", "holds one table, [rules]"),
-        ("rules = 3", "holds one table, [rules]"),
+        ("up = 'int4'", "expected one table, [rules]"),
+        ("[rules]\n[other]", "expected one table, [rules]"),
+        ("rules = 3", "expected one table, [rules]"),
     ],
 )
 def test_rules_that_cannot_be_are_a_usage_error(source: Path, tmp_path: Path, text: str, words: str) -> None:
@@ -249,7 +249,7 @@ def test_rules_that_cannot_be_are_a_usage_error(source: Path, tmp_path: Path, te
 
 
 def test_the_hint_about_toml_is_for_toml_that_is_there(source: Path, tmp_path: Path) -> None:
-    hint = "In TOML a regular expression goes into single quotes."
+    hint = "In TOML, write regular expressions in single quotes."
     (tmp_path / "rules.toml").write_text("[rules")
     (tmp_path / "rules.json").write_text("[rules")
     assert hint in failed(2, source, tmp_path / "target", "--rules", tmp_path / "rules.toml")
@@ -296,7 +296,7 @@ def test_a_target_that_is_not_empty_is_left_alone_unless_asked(source: Path, tmp
     assert {encoding.codec.spec for encoding in read(target).encodings.values()} == {"int4"}
     assert "is a file" in failed(2, source, target / "thesis.txt")
     nc.save({"x": torch.ones(1)}, tmp_path / "x.safetensors")
-    assert "is there already" in failed(2, source, tmp_path / "x.safetensors")
+    assert "exists already" in failed(2, source, tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -323,7 +323,7 @@ def test_what_is_quantized_already_is_refused(source: Path, tmp_path: Path) -> N
 def test_weights_that_gpt2_keeps_transposed_are_refused_unless_left(tmp_path: Path) -> None:
     nc.save({"h.0.attn.c_attn.weight": torch.ones(64, 192), "wte.weight": torch.ones(9, 64)}, tmp_path / "source")
     (tmp_path / "source" / "config.json").write_text('{"model_type": "gpt2"}')
-    assert "keep these weights as [in, out]" in failed(2, tmp_path / "source", tmp_path / "target")
+    assert "store these weights as [in, out]" in failed(2, tmp_path / "source", tmp_path / "target")
     (tmp_path / "rules.toml").write_text("[rules]\n'c_attn|q_attn|c_fc|c_proj' = false")
     report(tmp_path / "source", tmp_path / "target", "--rules", tmp_path / "rules.toml")
     assert read(tmp_path / "target").encodings.keys() == {"wte.weight"}
@@ -342,15 +342,15 @@ MAIN = "from narrowcast.cli import app; app()"
 HANGS = (
     """
 import sys, time
-from narrowcast.checkpoint import conversion
-encode_rows, calls = conversion.encode_rows, []
+from narrowcast.checkpoint import parts
+encode_rows, calls = parts.encode_rows, []
 def slow(*arguments, **options):
     calls.append(0)
     if len(calls) == 4:
         print("here", flush=True)
         time.sleep(600)
     return encode_rows(*arguments, **options)
-conversion.encode_rows = slow
+parts.encode_rows = slow
 """
     + MAIN
 )
@@ -379,7 +379,7 @@ def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path: Path) -> None:
     assert len([*target.glob(".*.narrowcast-tmp")]) == 1
     with pytest.raises(nc.errors.CheckpointError):
         nc.load(target)
-    assert "is no unfinished run with these arguments" in failed(2, source, target, "--codec", "int8")
+    assert "holds no unfinished run with these arguments" in failed(2, source, target, "--codec", "int8")
     damaged = target / done[1]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     times = {name: (target / name).stat().st_mtime_ns for name in done}
@@ -431,7 +431,7 @@ def test_a_run_on_another_source_does_not_take_up_the_old_one(tmp_path: Path) ->
     killed(source, target)
     shutil.rmtree(source)
     one_weight_a_file(source, 6)
-    assert "is no unfinished run" in failed(2, source, target, "--codec", "int4")
+    assert "holds no unfinished run" in failed(2, source, target, "--codec", "int4")
     assert report(source, target, "--codec", "int4", "--overwrite")["files_kept"] == []
 
 

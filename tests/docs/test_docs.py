@@ -138,7 +138,7 @@ def test_rules_are_accepted_and_each_of_them_decides_something(block: Block, tmp
 def test_rules_that_decide_nothing_or_are_none_are_found(tmp_path: Path) -> None:
     (idle, wrong) = blocks_of(put(tmp_path, "```toml\n[rules]\nmpl = 'int4'\n```\n```toml\n[rule]\n```\n"))
     assert unused_rules(idle, tmp_path / "a") == ["mpl"]
-    with pytest.raises(AssertionError, match="holds one table"):
+    with pytest.raises(AssertionError, match="expected one table"):
         unused_rules(wrong, tmp_path / "b")
 
 

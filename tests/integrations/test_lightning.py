@@ -156,7 +156,7 @@ def test_the_states_of_another_number_of_ranks_are_refused_or_taken_without_resi
 def test_a_state_that_is_not_the_callbacks_is_refused(trained: Trained) -> None:
     error = trained[1][0]["strange"]
     assert isinstance(error, StateDictError)
-    assert "this has ['epoch'], and not the gradient states" in str(error)
+    assert "has ['epoch'], and not the 'ranks'" in str(error)
 
 
 def test_a_strategy_without_ddp_is_refused(trained: Trained) -> None:

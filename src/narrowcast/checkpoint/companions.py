@@ -1,8 +1,8 @@
 """The files beside the weights: configuration, tokenizer, templates, licences.
 
-Small text files are copied as they are. `config.json` says besides, under `quantization_config`, what became of the
-weights, so that `transformers` reads the folder. Other weights (pickles, GGUF, ONNX) and folders are not copied: they
-would be the model before.
+Small text files are copied as they are. `config.json` gets the entry `quantization_config`, which lists the codec of
+each weight, so that transformers reads the folder. Other weights (pickles, GGUF, ONNX) and folders are not copied: they
+hold the original model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.checkpoint.files import Staging
-from narrowcast.checkpoint.header import parse
+from narrowcast.checkpoint.parse import parse_json
 from narrowcast.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -22,7 +22,7 @@ _NAMES = {"LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "README"}
 
 
 def companions(source: Path) -> tuple[list[str], list[str]]:
-    """The names of the files of a folder that go along, and of what stays behind."""
+    """The names of the files of a folder that are copied, and of those that are not."""
     if not source.is_dir():
         return [], []
     taken: list[str] = []
@@ -31,18 +31,18 @@ def companions(source: Path) -> tuple[list[str], list[str]]:
         if path.name.endswith((".safetensors", ".safetensors.index.json")) or path.name.startswith("."):
             continue
         goes = path.is_file() and (path.suffix.lower() in _COPIED or path.name in _NAMES)
-        # The index of pickled shards is of no use without them.
+        # The index of pickled shards is useless without them.
         goes = goes and not path.name.endswith(".bin.index.json")
         (taken if goes else left).append(path.name)
     return taken, left
 
 
 def config_of(source: Path) -> dict[str, Any] | None:
-    """The model's configuration, if there is one. That of a quantized model is refused."""
+    """The model's configuration, or None. The configuration of a quantized model is refused."""
     path = source / CONFIG
     if not path.is_file():
         return None
-    config = parse(path.read_bytes(), str(path))
+    config = parse_json(path.read_bytes(), str(path))
     if "quantization_config" in config:
         raise CheckpointError(
             f'{path}: has a "quantization_config", so the weights are quantized already. Start from the original model.'
@@ -51,14 +51,14 @@ def config_of(source: Path) -> dict[str, Any] | None:
 
 
 def declared_weights(source: Path) -> dict[str, str]:
-    """The codecs that `config.json` gives to modules and tensors: what `save_pretrained` keeps of a quantized model."""
+    """The codecs of modules and tensors in the `config.json` that `save_pretrained` writes for a quantized model."""
     path = source / CONFIG
-    said = parse(path.read_bytes(), str(path)).get("quantization_config") if path.is_file() else None
-    if not isinstance(said, dict) or said.get("quant_method") != "narrowcast":
+    quantization = parse_json(path.read_bytes(), str(path)).get("quantization_config") if path.is_file() else None
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "narrowcast":
         return {}
-    weights = said.get("weights")
+    weights = quantization.get("weights")
     if not isinstance(weights, dict) or not all(isinstance(spec, str) for spec in weights.values()):
-        raise CheckpointError(f'{path}: "weights" of "quantization_config" maps names to codecs, but here it does not.')
+        raise CheckpointError(f'{path}: "weights" of "quantization_config" must map names to codecs.')
     return weights
 
 

@@ -1,8 +1,8 @@
-"""Files that are there whole or not at all.
+"""Files that are complete or absent.
 
-New files are written beside their place under a name that no reader looks at, flushed to the disk, and renamed when
-all of them are complete. Whatever stops the work before that (an exception, Ctrl-C, a full disk) leaves the folder as
-it was; only a killed process leaves its temporary files, which `sweep` removes.
+New files are written in their folder under a temporary name that no reader looks at, flushed to the disk, and renamed
+when all of them are complete. Whatever stops the work before that (an exception, Ctrl-C, a full disk) leaves the folder
+as it was. Only a killed process leaves its temporary files; `sweep` removes them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowcast.checkpoint.header import Contents, Stored, header
+from narrowcast.checkpoint.header import Contents, Stored, header_bytes
 from narrowcast.codecs import Codec
 from narrowcast.codecs.payload import Encoding
 from narrowcast.errors import CheckpointError
 
 SUFFIX = ".narrowcast-tmp"
 CHUNK = 1 << 24
-"""Bytes between two looks at the clock and at Ctrl-C."""
+"""Bytes written at a time: between two chunks, progress is reported and Ctrl-C is noticed."""
 HEADER_LIMIT = 100_000_000
-"""What the package safetensors accepts."""
+"""The longest header that the package safetensors accepts, in bytes."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Entry(NamedTuple):
-    """A tensor to be written: what it will be, and a function that makes it when its turn comes."""
+    """A tensor to be written: its dtype and shape, and a function that makes it when its turn comes."""
 
     name: str
     stored: Stored
@@ -54,7 +54,7 @@ class Staging:
 
     @contextmanager
     def file(self, name: str) -> Iterator[BinaryIO]:
-        """A new file, complete when the block ends."""
+        """A new file to write to. It is complete when the block ends."""
         temporary = self._folder / f".{name}.{secrets.token_hex(4)}{SUFFIX}"
         self._ready[temporary] = self._folder / name
         with self._named(temporary), open(temporary, "xb") as file:
@@ -63,7 +63,7 @@ class Staging:
             os.fsync(file.fileno())
 
     def publish(self, names: Sequence[str] | None = None) -> None:
-        """Give every file its name, in the order in which they were made; or other `names`, known only now."""
+        """Rename every file to its name, in the order in which they were written; or to `names`, if given."""
         if names is not None:
             self._ready = {own: self._folder / name for own, name in zip(self._ready, names, strict=True)}
         for temporary, path in self._ready.items():
@@ -73,27 +73,36 @@ class Staging:
 
     @contextmanager
     def _named(self, temporary: Path) -> Iterator[None]:
-        """What the system says of the temporary file is said of the file that was asked for; the type stays."""
+        """Errors of the system about the temporary file name the file that was asked for; their type stays."""
         try:
             yield
         except OSError as error:
             if str(error.filename) != str(temporary) and error.errno not in _FULL:
                 raise
             full = error.errno in _FULL
-            fix = (
-                "Free some space, or name another place." if full else "Make the folder, or name one you may write to."
+            fix = "Free some disk space" if full else "Create the folder, or check its permissions"
+            renamed = type(error)(
+                f"{self._ready[temporary]}: cannot be written: {error.strerror}. {fix}, or name another folder."
             )
-            told = type(error)(f"{self._ready[temporary]}: cannot be written: {error.strerror}. {fix}")
-            told.errno = error.errno
-            raise told from error
+            renamed.errno = error.errno
+            raise renamed from error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for temporary in self._ready:
             temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """One file to write to. It appears under its name when the block ends without an error."""
+    with Staging(path.absolute().parent) as staging:
+        with staging.file(path.name) as file:
+            yield file
+        staging.publish()
+
+
 def sync(folder: Path) -> None:
-    """Make new names in a folder last. Some systems cannot open a folder; theirs last anyway."""
+    """Flush a folder's new names to the disk. Some systems cannot open a folder; there, names last anyway."""
     with suppress(PermissionError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -103,7 +112,7 @@ def sync(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a killed process left. Nobody may be writing there."""
+    """Remove the temporary files of killed processes. No other process may be writing to the folder."""
     for path in folder.glob(f".*{SUFFIX}"):
         path.unlink(missing_ok=True)
 
@@ -116,39 +125,41 @@ def write_tensors(
     advance: Callable[[int], None] = lambda count: None,
     inputs: Mapping[str, tuple[Codec, bool]] | None = None,
 ) -> bytes:
-    """Write a safetensors file tensor by tensor, holding one at a time; tell `advance` the bytes as they are written.
+    """Write a safetensors file tensor by tensor, holding one at a time. `advance` is called with the bytes written.
 
-    Returns the header. Checksums are known when all bytes are, so it is written twice: its length does not depend on
-    them.
+    Returns the header. It holds the checksums of all tensors, so it is written twice: before the tensors to take its
+    place, and after them. Its length does not depend on the checksums.
     """
     ordered = sorted(entries, key=_alignment)
     encodings = {entry.name: entry.encoding for entry in ordered if entry.encoding is not None}
     stored = {entry.name: entry.stored for entry in ordered}
     contents = Contents(stored, encodings=encodings, tied=tied, user=user, inputs=dict(inputs or {}))
-    start = header(contents)
+    start = header_bytes(contents)
     if len(start) > HEADER_LIMIT:
         raise CheckpointError(
-            f"metadata: the header would take {len(start)} bytes, and safetensors reads {HEADER_LIMIT} at most. Put "
-            "large values into tensors, or into a file of their own."
+            f"metadata: the header would take {len(start)} bytes, and safetensors reads at most {HEADER_LIMIT}. Put "
+            "large values into tensors, or into a separate file."
         )
     file.write(start)
     for entry in ordered:
         contents.checksums[entry.name] = _write(file, entry, advance)
     file.seek(0)
-    start = header(contents)
+    start = header_bytes(contents)
     file.write(start)
     return start
 
 
 def _alignment(entry: Entry) -> int:
-    # Encoded rows take multiples of 16 bytes and come first, then wide elements: each is aligned, with no gaps.
+    # Encoded rows take multiples of 16 bytes and come first, then wide elements: so each is aligned without gaps.
     return 0 if entry.encoding is not None else 9 - entry.stored.dtype.itemsize
 
 
 def _write(file: BinaryIO, entry: Entry, advance: Callable[[int], None]) -> str:
     tensor = entry.make()
     if (tensor.dtype, tuple(tensor.shape)) != tuple(entry.stored):
-        raise CheckpointError(f"{entry.name!r} changed while it was being written. Save when nothing else changes it.")
+        raise CheckpointError(
+            f"{entry.name!r} changed while it was being written. Save when no other thread changes it."
+        )
     checksum = 0
     for chunk in chunks(tensor):
         file.write(chunk)
@@ -161,7 +172,7 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a contiguous CPU tensor, without a copy."""
     if not tensor.numel():
         return
-    # The stride of a dimension of size 1 may be anything, and would be in the way of `view`.
+    # A dimension of size 1 may have any stride, which `view` would not take.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     data: memoryview = flat.view(torch.uint8).numpy().data
     for start in range(0, len(data), CHUNK):

@@ -1,19 +1,19 @@
-"""How the files of a folder belong together, and how one checkpoint takes the place of another.
+"""Which files of a folder belong together, and how one checkpoint replaces another.
 
-Which checkpoint a folder holds is decided by one name: `model.safetensors` if it is there, else what the index names;
-as transformers decides. So a new checkpoint takes effect by one rename or removal, and a reader finds one of the two:
+One name decides which checkpoint a folder holds: `model.safetensors` if it exists, else the files that the index lists.
+transformers decides the same way. So a new checkpoint takes effect by one rename or removal, and a reader sees either
+the old one or the new one:
 
-- a single file: its rename. What was there before (an index, shards) goes afterwards.
-- shards: all are complete and have names that no file of the folder has; then the index is renamed into its place; a
-  single file that still stands before it is removed.
+- A single file takes effect when it is renamed. The old index and shards are removed afterwards.
+- Shards are complete and have names that no file of the folder has. Then the index is renamed into its place. Then a
+  single file, which would come before it, is removed.
 
-The index has the SHA-256 of every shard's header, and a header has the checksums of its tensors: so an index belongs to
-the files of one save and to no others, and a mixture of two is refused whoever made it. The first shards of a folder
-have the names that Hugging Face gives; those of a later save have the number of their save in them besides.
+The index has the SHA-256 of every shard's header, and a header has the checksums of its tensors. So an index belongs to
+the files of one save, and a mixture of two saves is refused. The first shards of a folder have the names that Hugging
+Face gives. Those of a later save have the number of their save in them, too.
 
-Processes that save at the same time take turns (`turn`): the last one wins, and removes the files of all others. Where
-the file system has no locks, two at the same moment may leave a folder that is refused, but never one that loads as a
-mixture.
+Processes that save at the same time take turns (`turn`). The last one wins, and removes the files of the others. Where
+the file system has no locks, two processes may leave a folder that is refused, but never one that loads as a mixture.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from narrowcast.checkpoint.files import Entry, Staging, sync
+from narrowcast.checkpoint.files import Entry, Staging, new_file, sync
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model(?:-[0-9a-f]{8})?-\d{5,}-of-\d{5,}\.safetensors")
 OWN, HEADERS = "narrowcast", "headers"
-"""Where the metadata of an index has {file: SHA-256 of its header}."""
+"""The keys under which the metadata of an index has {file: SHA-256 of its header}."""
 
 
 def shard_names(count: int, save: str = "") -> list[str]:
@@ -44,7 +44,7 @@ def shard_names(count: int, save: str = "") -> list[str]:
 
 
 def free_names(folder: Path, count: int) -> list[str]:
-    """Names for shards that no file in the folder has, and that no reader of an index there may look for."""
+    """Names for shards that no file of the folder has, and that its index does not list."""
     plain = shard_names(count)
     if (folder / INDEX).exists() or any((folder / name).exists() for name in plain):
         return shard_names(count, new_save())
@@ -57,12 +57,12 @@ def new_save() -> str:
 
 
 def header_digest(header: bytes) -> str:
-    """What an index says of a file: SHA-256 of its first bytes, the length and the header."""
+    """The digest that an index has of a file: SHA-256 of its first bytes, the length and the header."""
     return hashlib.sha256(header).hexdigest()
 
 
-def index(files: Mapping[str, Iterable[Entry]], headers: Mapping[str, str]) -> bytes:
-    """The index of a folder: which tensor is in which file, and which save the files are of."""
+def index_bytes(files: Mapping[str, Iterable[Entry]], headers: Mapping[str, str]) -> bytes:
+    """The index of a folder: the file of each tensor, and the digest of each file."""
     places = {entry.name: name for name, group in files.items() for entry in group}
     total = sum(entry.stored.nbytes for group in files.values() for entry in group)
     metadata = {"total_size": total, OWN: {HEADERS: dict(headers)}}
@@ -71,9 +71,9 @@ def index(files: Mapping[str, Iterable[Entry]], headers: Mapping[str, str]) -> b
 
 @contextmanager
 def turn(folder: Path) -> Iterator[None]:
-    """Publish alone: other processes that save into the folder wait. A process that is killed lets go."""
+    """Hold the lock of a folder: other processes that save into it wait. A killed process releases it."""
     handle = None
-    # Where folders cannot be locked, the digests of the index still tell a mixture.
+    # Where folders cannot be locked, the digests of the index still reveal a mixture.
     with suppress(ImportError, OSError):
         import fcntl
 
@@ -106,20 +106,18 @@ def publish_shards(folder: Path, staging: Staging, groups: Sequence[Sequence[Ent
 def publish_index(
     folder: Path, files: Mapping[str, Iterable[Entry]], headers: Mapping[str, str], only_shards: bool
 ) -> None:
-    """Make files that are in their places the folder's checkpoint; remove what was there. Done in a `turn`."""
-    with Staging(folder) as staging:
-        with staging.file(INDEX) as file:
-            file.write(index(files, headers))
-        staging.publish()
+    """Make files that have their names the folder's checkpoint, and remove the old one. The caller holds `turn`."""
+    with new_file(folder / INDEX) as file:
+        file.write(index_bytes(files, headers))
     (folder / SINGLE).unlink(missing_ok=True)
     sync(folder)
     remove_others(folder, {INDEX, *files}, only_shards)
 
 
-def remove_others(folder: Path, kept: set[str], only_shards: bool = True) -> None:
-    """Remove the files of other checkpoints: those that a save writes, or every safetensors file."""
+def remove_others(folder: Path, names: set[str], only_shards: bool = True) -> None:
+    """Remove the files of other checkpoints than `names`: files that a save writes, or every safetensors file."""
     for path in folder.iterdir():
         of_a_save = path.name in (SINGLE, INDEX) or bool(SHARD.fullmatch(path.name))
         of_weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
-        if (of_a_save if only_shards else of_weights) and path.name not in kept:
+        if (of_a_save if only_shards else of_weights) and path.name not in names:
             path.unlink(missing_ok=True)

@@ -1,11 +1,11 @@
-"""State dicts to files: what is stored once, what goes into which file, and in which order files appear.
+"""State dicts to files: what is stored once, and which tensor goes into which file.
 
-A state dict maps names to tensors and `EncodedRows`. Names that are the very same tensor are stored once and listed as
-tied. Tensors that share some of their memory otherwise are refused: loaded again they would share nothing.
+A state dict maps names to tensors and `EncodedRows`. Names of the very same tensor are stored once and listed as tied.
+Tensors that share part of their memory are refused: once loaded they would share nothing.
 
 A path that ends in ".safetensors" is a file. Any other is a folder, which gets `model.safetensors`, or, above
 `max_shard_size`, files of up to that size and an index as Hugging Face writes them. All files are complete before the
-first appears under its name, and take effect together, by one rename: folders.py says how.
+first appears under its name, and take effect together, by one rename. folders.py describes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.checkpoint.files import Entry, Staging, write_tensors
+from narrowcast.checkpoint.files import Entry, Staging, new_file, write_tensors
 from narrowcast.checkpoint.folders import header_digest, publish_shards, publish_single, shard_names
 from narrowcast.checkpoint.header import NAMES, Stored, clip_of
 from narrowcast.checkpoint.mapping import PICKLES
@@ -40,31 +40,29 @@ def save_state(
     max_shard_size: int | str = "5GB",
     inputs: Mapping[str, tuple[Codec, bool]] | None = None,
 ) -> None:
-    """Write a state dict to a file or a folder. `metadata`: anything that JSON can say.
+    """Write a state dict to a file or a folder. `metadata`: any values that JSON has.
 
     `inputs`: the layers that quantize their inputs, by name: the codec, and whether its grid is signed.
     """
-    path, user, limit = Path(path), _plain(metadata), size_in_bytes(max_shard_size)
+    path, user, limit = Path(path), _as_json(metadata), size_in_bytes(max_shard_size)
     check_ending(f"path={str(path)!r}", path)
-    entries, tied = plan(state)
+    entries, tied = _list_entries(state)
     if path.suffix == ".safetensors" and not path.is_dir():
-        with Staging(path.parent) as staging:
-            with staging.file(path.name) as file:
-                write_tensors(file, entries, tied, user, inputs=inputs)
-            staging.publish()
+        with new_file(path) as file:
+            write_tensors(file, entries, tied, user, inputs=inputs)
         return
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"path={str(path)!r}: is a file. Name a folder, or a file that ends in .safetensors.")
     path.mkdir(parents=True, exist_ok=True)
-    _save_folder(path, shards(entries, limit), tied, user, inputs or {})
+    _save_folder(path, split_into_shards(entries, limit), tied, user, inputs or {})
 
 
 def check_ending(what: str, path: Path) -> None:
-    """Refuse a new folder, which errors call `what`, with the name of a pickle: a file was meant."""
+    """Refuse a new folder whose name ends like a pickle's: a file was meant. Errors call the folder `what`."""
     if path.suffix.lower() in PICKLES and not path.is_dir():
         raise CheckpointError(
-            f"{what}: safetensors files are written, no pickles. Write {str(path.with_suffix('.safetensors'))!r} for a "
-            f"file, or {str(path.with_suffix(''))!r} for a folder."
+            f"{what}: narrowcast writes safetensors files, not pickles. Write "
+            f"{str(path.with_suffix('.safetensors'))!r} for a file, or {str(path.with_suffix(''))!r} for a folder."
         )
 
 
@@ -77,10 +75,10 @@ def _save_folder(
 ) -> None:
     headers = []
     with Staging(folder) as staging:
-        for name, group, own in zip(shard_names(len(groups)), groups, by_group(groups, tied), strict=True):
+        for name, group, own in zip(shard_names(len(groups)), groups, split_tied(groups, tied), strict=True):
             with staging.file(name) as file:
-                held = {entry.name for entry in group} | own.keys()
-                described = {layer: said for layer, said in inputs.items() if clip_of(layer) in held}
+                names = {entry.name for entry in group} | own.keys()
+                described = {layer: grid for layer, grid in inputs.items() if clip_of(layer) in names}
                 headers.append(header_digest(write_tensors(file, group, own, user, inputs=described)))
         if len(groups) == 1:
             publish_single(folder, staging)
@@ -88,23 +86,23 @@ def _save_folder(
             publish_shards(folder, staging, groups, headers)
 
 
-def by_group(groups: Sequence[Sequence[Entry]], tied: Mapping[str, str]) -> list[dict[str, str]]:
+def split_tied(groups: Sequence[Sequence[Entry]], tied: Mapping[str, str]) -> list[dict[str, str]]:
     """The tied names of each group: those that stand for one of its tensors."""
     group_of = {entry.name: place for place, group in enumerate(groups) for entry in group}
-    found: list[dict[str, str]] = [{} for _ in groups]
+    aliases: list[dict[str, str]] = [{} for _ in groups]
     for alias, name in tied.items():
-        found[group_of[name]][alias] = name
-    return found
+        aliases[group_of[name]][alias] = name
+    return aliases
 
 
-def plan(state: Mapping[str, Tensor | EncodedRows]) -> tuple[list[Entry], dict[str, str]]:
-    """What to store, in order, and which names are tied to which."""
+def _list_entries(state: Mapping[str, Tensor | EncodedRows]) -> tuple[list[Entry], dict[str, str]]:
+    """The tensors to store, in order, and the names that are tied: {alias: name}."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"expected a model or a mapping of names to tensors, got {type(state).__name__}.")
     entries: list[Entry] = []
     tied: dict[str, str] = {}
     seen: dict[object, str] = {}
-    kept: list[tuple[str, Tensor]] = []
+    tensors: list[tuple[str, Tensor]] = []
     for name, value in state.items():
         _check_name(name)
         tensor = value.data if isinstance(value, EncodedRows) else value
@@ -116,14 +114,14 @@ def plan(state: Mapping[str, Tensor | EncodedRows]) -> tuple[list[Entry], dict[s
             tied[name] = seen[key]
             continue
         seen[key] = name
-        kept.append((name, tensor))
+        tensors.append((name, tensor))
         stored = Stored(tensor.dtype, tuple(tensor.shape))
         entries.append(Entry(name, stored, encoding, partial(_on_cpu, tensor)))
-    _check_overlap(kept)
+    _check_overlap(tensors)
     return entries, tied
 
 
-def shards(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
+def split_into_shards(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
     """Entries in order, in groups of up to `limit` bytes. A larger tensor gets a group of its own."""
     groups: list[list[Entry]] = [[]]
     size = 0
@@ -140,23 +138,26 @@ def size_in_bytes(size: int | str) -> int:
     """5000000000, "5GB" (powers of 1000) or "5GiB" (of 1024)."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size if isinstance(size, str) else "")
     if match and match[2].upper() in _UNITS:
-        found = int(float(match[1]) * _UNITS[match[2].upper()])
+        count = int(float(match[1]) * _UNITS[match[2].upper()])
     else:
-        found = size if isinstance(size, int) and not isinstance(size, bool) else 0
-    if found < 1:
-        raise CheckpointError(f'max_shard_size={size!r}: expected bytes, or a size such as "5GB", "500MB" or "2GiB".')
-    return found
+        count = size if isinstance(size, int) and not isinstance(size, bool) else 0
+    if count < 1:
+        raise CheckpointError(
+            f'max_shard_size={size!r}: expected a number of bytes, or a size such as "5GB", "500MB" or "2GiB".'
+        )
+    return count
 
 
-def _plain(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     if metadata is not None and not isinstance(metadata, Mapping):
         raise CheckpointError(f"metadata: expected a mapping, got {type(metadata).__name__}.")
     try:
-        made: dict[str, Any] = json.loads(json.dumps(dict(metadata or {})))
-        return made
+        values: dict[str, Any] = json.loads(json.dumps(dict(metadata or {})))
+        return values
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"metadata: {error}. It is stored as JSON: strings, numbers, lists and mappings. Tensors go into the state."
+            f"metadata: {error}. It is stored as JSON, which has strings, numbers, lists and mappings. Put tensors "
+            "into the state."
         ) from error
 
 
@@ -180,8 +181,8 @@ def _check_tensor(tensor: object, name: str) -> None:
     reason = None
     if isinstance(tensor, Payload):
         reason = (
-            "is a Payload, and files hold tensors and EncodedRows. Store its data, a uint8 tensor, and what its codec, "
-            "shape and dtype are in metadata; or let `narrowcast encode` write it"
+            "is a Payload, and files hold tensors and EncodedRows. Store its data, a uint8 tensor, and put its codec, "
+            "shape and dtype into metadata; or let `narrowcast encode` write it"
         )
     elif not isinstance(tensor, Tensor):
         reason = f"is a {type(tensor).__name__}, and files hold tensors and EncodedRows. Put it into metadata"
@@ -190,21 +191,21 @@ def _check_tensor(tensor: object, name: str) -> None:
     elif tensor.is_meta:
         reason = "is on the meta device and has no values. Load or initialize the model first"
     elif tensor.layout != torch.strided or tensor.dtype not in NAMES:
-        reason = f"is {tensor.dtype}, {tensor.layout}, which safetensors does not know. Convert it first"
+        reason = f"is {tensor.dtype}, {tensor.layout}, which safetensors cannot store. Convert it first"
     if reason:
         raise CheckpointError(f"{name!r} {reason}.")
 
 
 def _check_overlap(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse tensors that share memory for certain: both fill their span, and the spans overlap."""
+    """Refuse tensors that certainly share memory: both fill their span without gaps, and the spans overlap."""
     last: tuple[str, object, int] = ("", None, 0)
     dense = [(name, tensor) for name, tensor in tensors if tensor.numel() and _dense(tensor)]
     spans = [(str(tensor.device), tensor.data_ptr(), tensor.nbytes, name) for name, tensor in dense]
     for device, start, size, name in sorted(spans):
         if last[1] == device and start < last[2]:
             raise CheckpointError(
-                f"{name!r} and {last[0]!r} share memory but are not the same tensor; loaded again they would share "
-                f"nothing. Store one of them, or state[{name!r}] = state[{name!r}].clone()."
+                f"{name!r} and {last[0]!r} share memory but are not the same tensor. Once loaded they would share "
+                f"nothing. Store one of them, or set state[{name!r}] = state[{name!r}].clone()."
             )
         last = (name, device, start + size)
 

@@ -1,9 +1,9 @@
-"""Which tensors of a checkpoint are weights, told by name and shape alone.
+"""Which tensors of a checkpoint are weights, decided by name and shape alone.
 
-No model is there to ask, so this goes by the names that torch.nn and transformers give: a floating tensor called
-`weight` with two dimensions or more, the projections of `nn.MultiheadAttention`, and floating tensors with three
-dimensions whatever they are called (the experts of a mixture). Everything else is copied as it is. A rule is looked for
-in the module's name ("layers.0.mlp.up_proj"), and in the tensor's where it is not called `weight`, as `quantize_` does.
+Without a model, the names that torch.nn and transformers give decide. Weights are floating tensors called `weight` with
+two dimensions or more, the projections of `nn.MultiheadAttention`, and floating tensors of any name with three
+dimensions (the experts of a mixture). Everything else is copied. As in `quantize_`, a rule is searched for in the
+module's name ("layers.0.mlp.up_proj"), and in the tensor's name if that is not `weight`.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from narrowcast.errors import CheckpointError
 
 _ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _KERNEL = 16
-"""A tensor called `weight` of shape [a, b, c] is a 1-D convolution's up to this c, and a mixture of experts' above."""
+"""A tensor called `weight` of shape [a, b, c] is taken for a 1-D convolution up to this c, and for experts above."""
 _TRANSPOSED_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 _TRANSPOSED = ("c_attn", "q_attn", "c_fc", "c_proj")
-"""Where transformers has `Conv1D`, a linear layer that keeps its weight as [in, out]."""
+"""The modules that are `Conv1D` in these models: a linear layer that stores its weight as [in, out]."""
 
 
 class Choice(NamedTuple):
-    """What becomes of a tensor."""
+    """Whether a tensor is encoded or copied."""
 
     codec: Codec | None
     """None: it is copied."""
     lead: int = 1
-    """The dimensions that count rows."""
+    """How many leading dimensions count rows."""
     reason: str = ""
     """Why it is copied."""
 
 
 def module_name(name: str) -> str:
-    """The module whose weight this is, or the tensor's own name where it is not called `weight`."""
+    """The module that a weight belongs to, or the tensor's own name if it is not called `weight`."""
     return "" if name == "weight" else name.removesuffix(".weight")
 
 
 def choose(name: str, stored: Stored, rules: Rules) -> Choice:
-    """What becomes of the tensor `name`."""
+    """The codec of the tensor `name`, or the reason why it is copied."""
     last, shape = name.rpartition(".")[2], stored.shape
     if stored.dtype not in checks.FLOATS:
         return Choice(None, reason=f"is {str(stored.dtype).removeprefix('torch.')}")
@@ -63,11 +63,11 @@ def choose(name: str, stored: Stored, rules: Rules) -> Choice:
 
 
 def refuse_transposed(model_type: object, choices: Mapping[str, Choice]) -> None:
-    """Refuse to encode the columns of a weight as its rows."""
+    """Refuse weights that are stored as [in, out]: their columns would be encoded as rows."""
     wrong = [name for name, choice in choices.items() if choice.codec and module_name(name).endswith(_TRANSPOSED)]
     if wrong and model_type in _TRANSPOSED_MODELS:
         raise CheckpointError(
-            f"{wrong[0]!r} and {len(wrong) - 1} more: models of type {model_type!r} keep these weights as [in, out], "
-            "and rows are encoded by output. Load the model, call narrowcast.quantize_ and narrowcast.save, or leave "
-            f"them with the rule '{'|'.join(_TRANSPOSED)}' = false."
+            f"{wrong[0]!r} and {len(wrong) - 1} more: models of type {model_type!r} store these weights as [in, out], "
+            "and a row must hold the weights of one output. Load the model and call narrowcast.quantize_ and "
+            f"narrowcast.save, or leave these weights out with the rule '{'|'.join(_TRANSPOSED)}' = false."
         )

@@ -1,6 +1,7 @@
-"""The command line. A command's module names its arguments and prints; torch is imported when one runs, not for --help.
+"""The command line: one module or folder per command, `shared/` for what several use.
 
-What a command raises is reported by `failing.Commands`: one line, and an exit code.
+A command's module has its arguments and prints its result. It imports torch when the command runs, so that --help is
+fast. `shared.failing.Commands` reports what a command raises: one line, and an exit code.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from typing import Annotated
 
 import typer
 
-from narrowcast.cli import bench, codecs, demo, doctor, files, inspect, plan, quantize
-from narrowcast.cli.failing import Commands
+from narrowcast.cli import bench, codecs, decode, demo, doctor, encode, inspect, netlab, plan, quantize
+from narrowcast.cli.shared.failing import Commands
+from narrowcast.cli.shared.scripts import FORWARDING, ForwardingCommand
 
 CODES = (
-    "Exit codes: 0 done; 1 failed on the way, or doctor found a fault; 2 wrong arguments or files; 130 Ctrl-C; "
-    "141 nobody reads what it prints."
+    "Exit codes: 0 success; 1 failed while running, or doctor found a fault; 2 wrong arguments or files; 130 Ctrl-C; "
+    "141 the reader of the output is gone."
 )
 
 app = typer.Typer(
@@ -23,13 +25,13 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("codecs")(codecs.codecs)
-app.command("encode")(files.encode)
-app.command("decode")(files.decode)
+app.command("encode")(encode.encode)
+app.command("decode")(decode.decode)
 app.command("inspect")(inspect.inspect)
 app.command("quantize")(quantize.quantize)
 app.command("plan")(plan.plan)
 app.add_typer(bench.app, name="bench")
-bench.register_netlab(app)
+app.command("netlab", cls=ForwardingCommand, context_settings=FORWARDING)(netlab.netlab)
 
 
 def _version(asked: bool) -> None:

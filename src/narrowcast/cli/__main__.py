@@ -1,4 +1,4 @@
-"""`python -m narrowcast.cli`: the command line where the script `narrowcast` is not on the path."""
+"""`python -m narrowcast.cli`: the command line, for when the script `narrowcast` is not on the path."""
 
 from narrowcast.cli import app
 

@@ -1,17 +1,14 @@
-"""`narrowcast codecs`: the catalogue, measured."""
+"""`narrowcast codecs`: every codec, with its size and error measured."""
 
 from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def codecs(
@@ -35,28 +32,24 @@ def codecs(
     console = Console()
     console.print(table)
     console.print(
-        "Of 262,144 normal numbers in fp32; bytes count the scales. Options go behind a colon: int4:block=64."
+        "Measured on 262,144 Gaussian numbers in fp32; bytes include the scales. Options follow a colon: int4:block=64."
     )
 
 
 def catalogue() -> list[dict[str, object]]:
-    """What `narrowcast codecs` prints, one mapping per codec. An exact codec has no ratio: JSON has no infinity."""
+    """The rows of the table, one mapping per codec. An exact codec has no ratio, because JSON has no infinity."""
     import torch
 
     import narrowcast as nc
+    from narrowcast.codecs.sensitivity import decibels
 
     x = torch.randn(1 << 18, dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(0))
+    energy = x.double().square().sum()
     rows: list[dict[str, object]] = []
     for name in nc.list_codecs():
         codec = nc.codec(name)
         payload = nc.encode(x, codec)
         row = {"codec": name, "bits": codec.bits, "block": codec.block, "bytes_per_element": payload.nbytes / x.numel()}
-        ratio = sqnr(x, nc.decode(payload))
+        ratio = decibels(float((x - nc.decode(payload)).double().square().sum() / energy))
         rows.append({**row, "sqnr_db": ratio if math.isfinite(ratio) else None})
     return rows
-
-
-def sqnr(x: Tensor, y: Tensor) -> float:
-    """Signal to quantization noise of y against x, in dB."""
-    noise = (x - y).double().square().sum()
-    return float(10 * (x.double().square().sum() / noise).log10())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from narrowcast.cli.bars import bytes_bar
-from narrowcast.cli.failing import refuse
-from narrowcast.cli.launched import rank, world
+from narrowcast.cli.shared.bars import bytes_bar
+from narrowcast.cli.shared.failing import refuse
+from narrowcast.cli.shared.launched import rank, world
 
 if TYPE_CHECKING:
     from narrowcast.checkpoint.conversion import Conversion
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A safetensors file, or a model's folder.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or a file that ends in .safetensors.")],
-    codec: Annotated[str, typer.Option(help="The codec of weights that no rule is for.")] = "int8",
-    rules: Annotated[Path | None, typer.Option(help="TOML or JSON: [rules], regex = codec or false.")] = None,
-    max_shard_size: Annotated[str | None, typer.Option(help="Such as 5GB. By default files stay as they are.")] = None,
-    allow_nonfinite: Annotated[bool, typer.Option(help="Take weights that hold an infinity or a NaN, too.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace the weights that are in DST.")] = False,
+    codec: Annotated[str, typer.Option(help="The codec of weights that no rule matches.")] = "int8",
+    rules: Annotated[Path | None, typer.Option(help="TOML or JSON with a table rules: regex = codec or false.")] = None,
+    max_shard_size: Annotated[str | None, typer.Option(help="Such as 5GB. By default, the files of SRC.")] = None,
+    allow_nonfinite: Annotated[bool, typer.Option(help="Also encode weights that hold an infinity or a NaN.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the weights in DST.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Quantize a checkpoint without loading the model: tensor by tensor, to the bytes that quantize_ gives.
 
-    Run again after it was cut off, it goes on where it was. Under torchrun, processes share the files.
+    Run again after an interruption, it resumes. Under torchrun, the processes share the files.
 
     Example: narrowcast quantize llama/ llama-int4/ --codec int4:block=64 --rules rules.toml
     """
     if not source.exists():
         refuse(f"SRC={str(source)!r}: no such file or folder. Check the path.")
 
-    from narrowcast.checkpoint.conversion import plan_conversion
+    from narrowcast.checkpoint.conversion import open_conversion
 
     options: dict[str, Any] = {"max_shard_size": max_shard_size, "allow_nonfinite": allow_nonfinite}
-    conversion = plan_conversion(source, target, codec, _read_rules(rules), **options)
-    kept = _run(conversion, overwrite)
+    conversion = open_conversion(source, target, codec, _read_rules(rules), **options)
+    resumed = _run(conversion, overwrite)
     if rank() == 0:
-        summary = {**conversion.summary(), "files_kept": kept}
+        summary = {**conversion.summary(), "files_kept": resumed}
         if as_json:
             print(json.dumps(summary))
         else:
@@ -63,17 +63,17 @@ def _read_rules(path: Path | None) -> dict[str, Any] | None:
     is_json = path.suffix == ".json"
     read = json.loads if is_json else _toml(path)
     try:
-        found = read(path.read_text("utf-8"))
+        document = read(path.read_text("utf-8"))
     except OSError as error:
         raise SpecError(f"--rules {path}: cannot be read: {error.strerror}. Check the path.") from error
     except ValueError as error:
-        hint = "" if is_json else " In TOML a regular expression goes into single quotes."
+        hint = "" if is_json else " In TOML, write regular expressions in single quotes."
         raise SpecError(f"--rules {path}: cannot be read: {error}.{hint}") from error
-    table = found.get("rules") if isinstance(found, dict) else None
-    if not isinstance(table, dict) or len(found) > 1:
+    table = document.get("rules") if isinstance(document, dict) else None
+    if not isinstance(table, dict) or len(document) > 1:
         raise SpecError(
-            f'--rules {path}: holds one table, [rules], with lines such as "mlp" = "int4:block=64" or "lm_head" = '
-            f"false; found {[*found] if isinstance(found, dict) else type(found).__name__}."
+            f'--rules {path}: expected one table, [rules], with lines such as "mlp" = "int4:block=64" or "lm_head" = '
+            f"false; found {[*document] if isinstance(document, dict) else type(document).__name__}."
         )
     return table
 
@@ -81,12 +81,12 @@ def _read_rules(path: Path | None) -> dict[str, Any] | None:
 def _toml(path: Path) -> Callable[[str], Any]:
     from narrowcast.errors import SpecError
 
-    # The standard library has a reader from 3.11 on; tomli is the same one, for 3.10.
+    # The standard library reads TOML from 3.11 on; tomli is the same code for 3.10.
     try:
         return importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         raise SpecError(
-            f"--rules {path}: Python 3.10 reads no TOML by itself. Install tomli, or write the rules as JSON: "
+            f"--rules {path}: Python 3.10 has no TOML reader. Run pip install tomli, or write the rules as JSON: "
             '{"rules": {"lm_head": false}} in a file that ends in .json.'
         ) from error
 
@@ -95,34 +95,34 @@ def _toml(path: Path) -> Callable[[str], Any]:
 
 
 def _run(conversion: Conversion, overwrite: bool) -> list[str]:
-    """Convert this rank's share of the files; the names of those that an earlier run had finished, on all ranks."""
-    with _group() if world() > 1 else nullcontext():
+    """Convert this rank's share of the files. Returns the names of the files, of all ranks, that were done before."""
+    with _process_group():
         first = rank() == 0
-        _together(lambda: conversion.prepare(overwrite) if first else None)
+        _run_on_all(lambda: conversion.prepare(overwrite) if first else None)
         mine = conversion.parts[rank() :: world()]
         total = sum(part.nbytes for part in mine)
         progress = bytes_bar(shown=first)
 
         def work() -> list[str]:
-            kept = []
+            done = []
             with progress:
                 task = progress.add_task("quantizing", total=total)
                 for part in mine:
                     progress.update(task, description=part.name)
                     if conversion.is_done(part):
-                        kept.append(part.name)
+                        done.append(part.name)
                         progress.advance(task, part.nbytes)
                     else:
                         conversion.convert(part, lambda count: progress.advance(task, count))
-            return kept
+            return done
 
-        kept = _together(work)
-        _together(lambda: conversion.finish() if first else None)
-        return sorted(name for names in kept for name in names)
+        done = _run_on_all(work)
+        _run_on_all(lambda: conversion.finish() if first else None)
+        return sorted(name for names in done for name in names)
 
 
-def _together(work: Callable[[], Any]) -> list[Any]:
-    """What `work` gives on every rank, once all are done. If it fails on one, it fails on all, in the same words."""
+def _run_on_all(work: Callable[[], Any]) -> list[Any]:
+    """Run `work` on every rank. Returns the results of all; an error of one rank is raised on all."""
     import torch.distributed as dist
 
     from narrowcast.errors import NarrowcastError
@@ -143,20 +143,20 @@ def _together(work: Callable[[], Any]) -> list[Any]:
     return [result for _, result in answers]
 
 
-class _group:
-    """A process group for as long as the work takes: a fast rank waits for a slow one, a dead one ends all."""
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """A process group for the time of the work. A rank that is done waits for the others, however long they take."""
+    from datetime import timedelta
 
-    def __enter__(self) -> None:
-        from datetime import timedelta
+    import torch.distributed as dist
 
-        import torch.distributed as dist
-
+    if world() > 1:
         dist.init_process_group("gloo", timeout=timedelta(days=7))
-
-    def __exit__(self, *exception: object) -> None:
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        if world() > 1:
+            dist.destroy_process_group()
 
 
 # -- the summary ------------------------------------------------------------------------------------------------------
@@ -175,10 +175,10 @@ def _show(summary: dict[str, Any], console: Console) -> None:
         table.add_row(name, str(line["tensors"]), f"{before:,}", f"{after:,}", share)
     console.print(table)
     for title, names in (
-        ("kept from an earlier run", summary["files_kept"]),
-        ("copied along", summary["files_copied"]),
-        ("left behind", summary["files_left"]),
-        ("rules that decided nothing", summary["unused_rules"]),
+        ("done by an earlier run", summary["files_kept"]),
+        ("copied files", summary["files_copied"]),
+        ("files not copied", summary["files_left"]),
+        ("rules that match no weight", summary["unused_rules"]),
     ):
         if names:
             console.print(f"{title}: {', '.join(names)}", highlight=False, markup=False)

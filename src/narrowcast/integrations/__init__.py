@@ -1,4 +1,4 @@
-"""Where narrowcast meets other libraries. Each module is loaded when it is first named, and its library with it.
+"""narrowcast inside other libraries. A module, and the library that it needs, is imported when it is first used.
 
     narrowcast.integrations.transformers         NarrowcastConfig: quantize in `from_pretrained`, save, load again
     narrowcast.integrations.compressed_tensors   export: a folder in the format that vLLM and others read
@@ -6,7 +6,7 @@
     narrowcast.integrations.hf_trainer           CompressGradients: a callback for the Trainer of transformers
     narrowcast.integrations.lightning            CompressGradients: a callback for Lightning's Trainer
 
-They need `pip install 'narrowcast[hf]'`, the last one `pip install 'narrowcast[lightning]'`.
+They need `pip install 'narrowcast[hf]'`; Lightning's needs `pip install 'narrowcast[lightning]'`.
 """
 
 from __future__ import annotations

@@ -3,12 +3,11 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     compress_gradients(accelerator, model, "int4")
 
-A prepared model is a DistributedDataParallel, so `narrowcast.compress_gradients(model, "int4")` works as well. What is
-added here is the checkpoint: `accelerator.save_state` and `load_state` carry what each rank still owes, one file per
-rank. (`accelerator.register_for_checkpointing` would save the first rank's for all.)
+A prepared model is a DistributedDataParallel, so `narrowcast.compress_gradients(model, "int4")` works as well. This
+function adds checkpoints: `accelerator.save_state` and `load_state` save and load the residuals, one file per rank.
+(`accelerator.register_for_checkpointing` would save those of the first rank for all.)
 
-`load_state` goes on from what was saved: call it after `compress_gradients`. Called before, the model is loaded and
-compression starts afresh.
+Call `load_state` after `compress_gradients`. Called before, it loads the model, and the residuals start at zero.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ except ImportError as error:
     ) from error
 
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""How many models of each accelerator have been given: checkpoints tell them apart by their order."""
+"""How many models of each accelerator are compressed: checkpoints tell them apart by their order."""
 
 
 def compress_gradients(
@@ -46,8 +45,8 @@ def compress_gradients(
 ) -> GradientCompression:
     """Compress the gradients of a prepared model, and keep their state in the accelerator's checkpoints.
 
-    `residuals=False` leaves the residuals out of checkpoints, and does not look for them there: they are as large as
-    the gradients, on every rank. `options` are those of `narrowcast.compress_gradients`.
+    `residuals=False` neither saves residuals nor loads them: they are as large as the gradients, on every rank.
+    `options` are those of `narrowcast.compress_gradients`.
     """
     try:
         state = compress(model, codec, **options)

@@ -29,10 +29,10 @@ from torch import Tensor
 from narrowcast.checkpoint.models import load, state_of
 from narrowcast.checkpoint.selection import module_name
 from narrowcast.codecs.payload import EncodedRows
+from narrowcast.codecs.sensitivity import tiles
 from narrowcast.errors import ExportError
 from narrowcast.kernels.layout import ROW, Element, layout
 from narrowcast.nn import Embedding, Linear
-from narrowcast.sensitivity.statistics import tiles
 
 try:
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32

@@ -2,13 +2,13 @@
 
     trainer = Trainer(strategy="ddp", devices=8, callbacks=[CompressGradients("int4")])
 
-It registers its hook when the strategy has wrapped the model, which Lightning's own `ddp_comm_hook` does on CUDA only.
-The trainer's loggers get `stats()` of the first rank, and checkpoints the state of every rank.
+It registers its hook after the strategy has wrapped the model. Lightning's own `ddp_comm_hook` works on CUDA only. The
+trainer's loggers get `stats()` of the first rank. Checkpoints hold the state of every rank.
 
-A Lightning checkpoint is one file that the first rank writes. To save, the first rank gathers the residuals of all:
-with `error_feedback=True` that is (ranks + 1) times the gradients in fp32, in its main memory and in the file, which
-each rank reads to resume; with "owner" it is once the gradients. `residuals=False` leaves them out, and does not look
-for them in a checkpoint: also the way to go on with another number of ranks.
+A Lightning checkpoint is one file, which the first rank writes. To save, the first rank gathers the residuals of all
+ranks. With `error_feedback=True` they take (ranks + 1) times the gradients in fp32, in its main memory and in the file,
+which each rank reads to resume; with "owner" they take the gradients once. `residuals=False` neither saves residuals
+nor loads them, and so also resumes with another number of ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class CompressGradients(Callback):  # type: ignore[misc]
     """Compress the gradients of a `Trainer(strategy="ddp")`.
 
     - `residuals`: whether checkpoints hold them.
-    - `log_every`: so many steps between two lots of `stats()` for the trainer's loggers; by default the trainer's own
-      `log_every_n_steps`, and 0 for never.
+    - `log_every`: log `stats()` after this many steps; by default the trainer's `log_every_n_steps`, and 0 for never.
     - `options`: those of `narrowcast.compress_gradients`.
 
     `compression` is the `GradientCompression` of this rank, from the start of a fit on.
@@ -54,10 +53,10 @@ class CompressGradients(Callback):  # type: ignore[misc]
         self._waiting: Mapping[str, Any] | None = None
         self._logged = -1
 
-    # -- when Lightning calls ------------------------------------------------------------------------------------------
+    # -- training ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # A fit has a model of its own, and the state of the checkpoint that it starts from, if any.
+        # Each fit has its own model, and its own checkpoint to resume from, if any.
         self.compression, self._waiting, self._logged = None, None, -1
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -66,7 +65,7 @@ class CompressGradients(Callback):  # type: ignore[misc]
         except ModelKindError as error:
             raise ModelKindError(
                 f"CompressGradients: {type(trainer.strategy).__name__} exchanges no gradients that could be "
-                'compressed. Use Trainer(strategy="ddp"), which serves devices=1, too.'
+                'compressed. Use Trainer(strategy="ddp"), which also works with devices=1.'
             ) from error
         if self._waiting is not None:
             self.load_state_dict(self._waiting)
@@ -79,24 +78,24 @@ class CompressGradients(Callback):  # type: ignore[misc]
         if not every or step % every or step == self._logged or self.compression is None or not trainer.is_global_zero:
             return
         self._logged = step  # with accumulation, several batches make a step
-        found = {f"gradients/{name}": value for name, value in self.compression.stats().scalars().items()}
+        scalars = {f"gradients/{name}": value for name, value in self.compression.stats().scalars().items()}
         for logger in trainer.loggers:
-            logger.log_metrics(found, step=step)
+            logger.log_metrics(scalars, step=step)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks, on the first one. Lightning has every rank call it."""
+        """The states of all ranks, on the first rank. Lightning calls it on every rank."""
         return {} if self.compression is None else {"ranks": rank_states.gather(self.compression, self.residuals)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if self.compression is None:  # the model comes later
+        if self.compression is None:  # the model is not wrapped yet
             self._waiting = state_dict
             return
         if not isinstance(state_dict.get("ranks"), list) or not state_dict["ranks"]:
             raise StateDictError(
-                f"state_dict: this has {sorted(state_dict)}, and not the gradient states of ranks that "
-                "CompressGradients saves. Load a checkpoint of a run that had this callback."
+                f"state_dict: has {sorted(state_dict)}, and not the 'ranks' that CompressGradients saves. Load a "
+                "checkpoint of a run that had this callback."
             )
         rank_states.pick(self.compression, state_dict["ranks"], self.residuals)
         self._waiting = None

@@ -1,14 +1,14 @@
 """The gradient states of all ranks in a trainer's checkpoint.
 
-What a `GradientCompression` remembers differs from rank to rank: its residuals are what *this* rank still owes. So a
-checkpoint that only the first rank writes cannot hold it as it is. Two ways around that:
+The state of a `GradientCompression` differs from rank to rank: a residual is what *this* rank wanted minus what it
+sent. So a checkpoint that only the first rank writes cannot hold one state for all. There are two ways:
 
-- Where a checkpoint is a folder, each rank writes a file of its own into it, as trainers do with the states of their
-  random numbers: `save` and `load`. Nothing travels, and no rank holds more than its own.
-- Where it is one file, `gather` brings all states to the first rank, one tensor at a time; `pick` takes a rank's own.
+- Where a checkpoint is a folder, each rank writes its own file, as trainers do with random states: `save` and `load`.
+  Nothing is sent, and each rank holds only its own state.
+- Where it is one file, `gather` sends all states to the first rank, one tensor at a time. `pick` loads a rank's own.
 
-Residuals are as large as the gradients, on every rank. `residuals=False` leaves them out of what is written, and does
-not look for them in what is read: it is also how a run goes on with another number of ranks.
+Residuals are as large as the gradients, on every rank. `residuals=False` neither writes nor reads them, and so also
+resumes with another number of ranks.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ TENSORS = ("sender", "owner")
 
 
 def state_of(compression: GradientCompression, residuals: bool) -> dict[str, Any]:
-    """What a checkpoint holds of one rank."""
+    """The state of this rank, as a checkpoint holds it."""
     return compression.state_dict() if residuals else _without_residuals(compression.state_dict())
 
 
 def save(compression: GradientCompression, folder: str | os.PathLike[str], residuals: bool, number: int = 0) -> None:
     """Write this rank's state into a checkpoint's folder; `number` tells models apart."""
     path = _path(folder, number, _rank())
-    path.parent.mkdir(parents=True, exist_ok=True)  # the rank that makes it may be later
+    path.parent.mkdir(parents=True, exist_ok=True)  # the rank that creates it may come later
     part = path.with_suffix(".part")
     torch.save(state_of(compression, residuals), part)
     os.replace(part, path)
 
 
 def load(compression: GradientCompression, folder: str | os.PathLike[str], residuals: bool, number: int = 0) -> None:
-    """Go on from what this rank wrote. Without residuals any rank's will do, or none: then it starts at step 0."""
+    """Load what this rank wrote. Without residuals any rank's file serves; without a file, training starts at step "
+    "0."""
     path = _path(folder, number, _rank())
     if not residuals and not path.exists():
         path = _path(folder, number, 0)
@@ -51,59 +52,60 @@ def load(compression: GradientCompression, folder: str | os.PathLike[str], resid
     if not path.exists():
         raise MissingFileError(
             f"{path}: the checkpoint holds no gradient state of rank {_rank()}. It was saved without compression, or "
-            "by fewer ranks. To go on from it without residuals, pass residuals=False."
+            "by fewer ranks. To resume from it without residuals, pass residuals=False."
         )
     _take(compression, torch.load(path, map_location="cpu", weights_only=True), residuals)
 
 
 def gather(compression: GradientCompression, residuals: bool) -> list[dict[str, Any]]:
-    """The states of all ranks, on the first one; nothing on the others. Every rank calls it."""
+    """The states of all ranks, on the first rank; an empty list on the others. Every rank calls it."""
     state = state_of(compression, residuals)
     group: Any = compression.process_group or dist.group.WORLD
     ranks, rank = group.size(), group.rank()
     if ranks == 1:
         return [state]
     shapes = {part: {name: tuple(tensor.shape) for name, tensor in state[part].items()} for part in TENSORS}
-    found: list[Any] | None = [None] * ranks if rank == 0 else None
+    states: list[Any] | None = [None] * ranks if rank == 0 else None
     members = dist.get_process_group_ranks(group)
-    dist.gather_object({**state, **shapes}, found, dst=members[0], group=group)
-    device = torch.device("cpu" if torch.device("cpu") in group._device_types else "cuda")  # NCCL has no other
-    if found is None:
+    dist.gather_object({**state, **shapes}, states, dst=members[0], group=group)
+    # NCCL sends CUDA tensors only.
+    device = torch.device("cpu" if torch.device("cpu") in group._device_types else "cuda")
+    if states is None:
         for tensor in _tensors(state):
             dist.send(tensor.to(device).contiguous(), members[0], group)
         return []
     for other, global_rank in enumerate(members[1:], 1):
         for part in TENSORS:
-            for name, shape in found[other][part].items():
+            for name, shape in states[other][part].items():
                 received = torch.empty(shape, dtype=torch.float32, device=device)
                 if received.numel():
                     dist.recv(received, global_rank, group)
-                found[other][part][name] = received.cpu()
-    return [state, *found[1:]]
+                states[other][part][name] = received.cpu()
+    return [state, *states[1:]]
 
 
 def pick(compression: GradientCompression, states: Sequence[Mapping[str, Any]], residuals: bool) -> None:
-    """Go on from this rank's one of the states that `gather` brought together."""
+    """Load this rank's state out of those that `gather` returned."""
     rank, ranks = dist.get_rank(compression.process_group), dist.get_world_size(compression.process_group)
     if residuals and len(states) != ranks:
         raise StateDictError(_other_ranks(len(states), ranks))
     _take(compression, states[rank if len(states) == ranks else 0], residuals)
 
 
-# -- odds -------------------------------------------------------------------------------------------------------------
+# -- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def _take(compression: GradientCompression, state: Mapping[str, Any], residuals: bool) -> None:
-    kept = compression.residuals
-    if residuals and kept is not None and state.get("ranks", 0) not in (0, kept.ranks):
-        raise StateDictError(_other_ranks(state["ranks"], kept.ranks))
+    current = compression.residuals
+    if residuals and current is not None and state.get("ranks", 0) not in (0, current.ranks):
+        raise StateDictError(_other_ranks(state["ranks"], current.ranks))
     compression.load_state_dict(state if residuals else _without_residuals(state))
 
 
 def _other_ranks(there: int, here: int) -> str:
     return (
         f"the checkpoint holds the gradient states of {there} ranks, and this run has {here}. Residuals belong to a "
-        "rank: run on as many, or pass residuals=False to go on without them."
+        f"rank: run with {there} ranks, or pass residuals=False to resume without them."
     )
 
 

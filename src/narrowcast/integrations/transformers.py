@@ -1,16 +1,15 @@
 """narrowcast as a quantization method of transformers.
 
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=NarrowcastConfig("int4"))
-    model.save_pretrained(other)                             # rows as they are, the codec of each weight in config.json
+    model.save_pretrained(other)                             # rows, and the codec of each weight in config.json
     model = AutoModelForCausalLM.from_pretrained(other)      # the same bytes: nothing is quantized again
 
-Importing this module registers the method under the name "narrowcast". Folders that `narrowcast quantize` wrote load,
-too; a weight that was encoded there and that the model has no encoded form for is decoded.
+Importing this module registers the method under the name "narrowcast". Folders of `narrowcast quantize` load, too. A
+weight that is encoded there and that the model has no encoded form for is decoded.
 
-While a float checkpoint loads, each weight is encoded as it arrives and its floats are let go, so that memory holds the
-rows of the model and the floats of one weight. By transformers' habit the output head, weights tied to it, embeddings
-and convolutions stay floats; a rule that names one of them decides otherwise. A weight that is not finite is refused.
-`config.weights` lists what was encoded: from it, and from nothing else, an encoded folder is read.
+While a float checkpoint loads, each weight is encoded as it arrives and its floats are freed. As usual in transformers,
+the output head, weights tied to it, embeddings and convolutions stay floats, unless a rule names them. A weight that is
+not finite is refused. `config.weights` lists the encoded weights: it alone decides how an encoded folder is read.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from narrowcast.codecs import Codec
 from narrowcast.codecs.payload import EncodedRows, Encoding, encode_rows
 from narrowcast.codecs.registry import codec_in_file
 from narrowcast.codecs.rules import CodecLike, compile_rules
+from narrowcast.codecs.sensitivity import is_finite
 from narrowcast.errors import QuantizeError, SpecError, StateDictError
 from narrowcast.nn import adopt, dequantize_, encodings
 from narrowcast.nn.encodings import drop_codecs, stored_state
@@ -47,6 +47,7 @@ except ImportError as error:
     ) from error
 
 METHOD = "narrowcast"
+_FLOAT_MODULES = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 logger = logging.get_logger(__name__)
 
 
@@ -54,10 +55,9 @@ logger = logging.get_logger(__name__)
 class NarrowcastConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Which codec each weight of a transformers model gets.
 
-    `rules` maps regular expressions, searched for in module names, to codecs or None: the first that matches decides,
-    and `codec` where none does (None leaves what no rule names). `modules_to_not_convert` is transformers' own list of
-    what to leave, before any rule.
-    `weights` is filled in when a model has been quantized.
+    `rules` maps regular expressions, searched for in module names, to codecs or None. The first that matches decides;
+    where none does, `codec` (None leaves the weight alone). `modules_to_not_convert` is transformers' own list of
+    modules to leave, before any rule. `weights` is filled in when a model has been quantized.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class NarrowcastConfig(QuantizationConfigMixin):  # type: ignore[misc]
         if unknown or given != METHOD:
             odd = ", ".join(unknown) or f"quant_method={given!r}"
             raise SpecError(
-                f"NarrowcastConfig: {odd} is nothing it knows. It takes codec, rules, modules_to_not_convert and "
-                "weights. A config.json with more comes from a later narrowcast: pip install --upgrade narrowcast."
+                f"NarrowcastConfig: {odd} is unknown. It takes codec, rules, modules_to_not_convert and weights. A "
+                "config.json with other entries comes from a later narrowcast: pip install --upgrade narrowcast."
             )
         self.quant_method = METHOD
         self.codec = None if codec is None else as_codec(codec).spec
@@ -84,7 +84,7 @@ class NarrowcastConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 @register_quantizer(METHOD)
 class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
-    """What `from_pretrained` calls on its way."""
+    """The methods that `from_pretrained` and `save_pretrained` call."""
 
     requires_calibration = False
     quantization_config: NarrowcastConfig
@@ -92,81 +92,81 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: NarrowcastConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.chosen: dict[str, tuple[Weight, Codec]] = {}
-        """The weights to be encoded as they are loaded, by every key that they have."""
+        """The weights to encode while they are loaded, under all their keys."""
         self.floats: dict[str, Encoding] = {}
-        """Rows to be decoded once they are loaded, for modules that cannot hold them."""
+        """Rows to decode after loading, for modules that cannot hold them."""
         self.quiet: Any = None
 
-    # -- before: decide on the empty model -----------------------------------------------------------------------
+    # -- before loading: choose codecs on the empty model --------------------------------------------------------
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         if self.pre_quantized:
-            adopt(model, self._stored(model))
-            # config.json says what the rows are; the files do not say it again, and the loader is not to miss it.
+            adopt(model, self._stored_encodings(model))
+            # config.json describes the rows. The files do not, and the loader must not report that as missing.
             self.quiet = model.register_state_dict_post_hook(drop_codecs)
         else:
-            self.chosen = self._choose(model)
+            self.chosen = self._choose_codecs(model)
 
-    def _choose(self, model: Any) -> dict[str, tuple[Weight, Codec]]:
+    def _choose_codecs(self, model: Any) -> dict[str, tuple[Weight, Codec]]:
         config = self.quantization_config
         left = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
-        left += [name for name, module in model.named_modules() if isinstance(module, _LEFT)]
-        # Behind the user's rules, so that a rule that names one of these decides.
-        habits = {f"^{re.escape(name)}$": None for name in left}
-        rules = compile_rules({**config.rules, **habits}, config.codec)
-        found: dict[str, tuple[Weight, Codec]] = {}
+        left += [name for name, module in model.named_modules() if isinstance(module, _FLOAT_MODULES)]
+        # After the user's rules, so that a rule that names one of these decides.
+        usual = {f"^{re.escape(name)}$": None for name in left}
+        rules = compile_rules({**config.rules, **usual}, config.codec)
+        chosen: dict[str, tuple[Weight, Codec]] = {}
         for weight in _weights(model):
             names = [name for slot in weight.slots for name in slot.known_as()]
             codec = rules.codec_for(*names)
             wanted = all(should_convert_module(name, config.modules_to_not_convert) for name in names)
             if codec is not None and wanted:
-                found |= dict.fromkeys(weight.names(), (weight, codec))
+                chosen |= dict.fromkeys(weight.names(), (weight, codec))
         unused = [pattern for pattern in rules.unused if pattern in config.rules]
         if unused:
-            logger.warning(f"NarrowcastConfig: no module has a name in which these rules are found: {unused}.")
-        return found
+            logger.warning(f"NarrowcastConfig: these rules match no module: {unused}.")
+        return chosen
 
-    def _stored(self, model: Any) -> dict[str, Encoding]:
-        """What the weights of an encoded folder are, by the model's own keys."""
+    def _stored_encodings(self, model: Any) -> dict[str, Encoding]:
+        """The encodings of the weights of an encoded folder, by the model's own keys."""
         if not self.quantization_config.weights:
             raise StateDictError(
-                'config.json: quantization_config has no "weights", which says which weights are encoded and how. It '
-                "was edited, or written by something else. Save the model again with save_pretrained, or quantize it."
+                'config.json: quantization_config has no "weights", which lists the encoded weights and their codecs. '
+                "It was edited, or another program wrote it. Save the model again with save_pretrained, or quantize it."
             )
         keys = model.state_dict()
         known = {key: weight for weight in survey(model).weights for key in weight.names()}
-        found: dict[str, Encoding] = {}
-        for key, name, spec in self._renamed(model, keys):
+        rows: dict[str, Encoding] = {}
+        for key, name, spec in self._rename_weights(model, keys):
             shape = known[key].slots[0].shape() if key in known else keys[key].shape
             encoding = Encoding(as_codec(spec), shape, keys[key].dtype)
-            into = found if key in known else self.floats
+            into = rows if key in known else self.floats
             if into.setdefault(key, encoding) != encoding:
                 raise StateDictError(
                     f"config.json: {name!r} is {spec!r}, and another weight that transformers merges with it into "
                     f"{key!r} is {into[key].codec.spec!r}. Quantize them with one codec: a rule that matches both."
                 )
-        # Files hold a tied weight once; the modules that get it from there must hold rows, too.
+        # Files hold a tied weight once. All modules that it is tied to must hold rows.
         for weight in _weights(model):
-            stored = [found[key] for key in weight.names() if key in found]
-            found |= dict.fromkeys(weight.names(), stored[0]) if stored else {}
-        return found
+            stored = [rows[key] for key in weight.names() if key in rows]
+            rows |= dict.fromkeys(weight.names(), stored[0]) if stored else {}
+        return rows
 
-    def _renamed(self, model: Any, keys: Mapping[str, Tensor]) -> Iterable[tuple[str, str, str]]:
-        """Each name of `config.weights` as the key that the loader will give it, the name, and its codec."""
+    def _rename_weights(self, model: Any, keys: Mapping[str, Tensor]) -> Iterable[tuple[str, str, str]]:
+        """Each entry of `config.weights` as (the key that the loader gives it, its name, its codec)."""
         mapping = get_model_conversion_mapping(model) or []
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         for name, spec in self.quantization_config.weights.items():
-            # Names are tensors', or modules' whose `weight` is meant; the model's own, or those of the files.
+            # A name is a tensor's or a module's with a `weight`. It is the model's own name, or that of the files.
             for known_as in (name, f"{name}.weight"):
-                found, _ = rename_source_key(known_as, renamings, converters, model.base_model_prefix, keys)
-                key = known_as if known_as in keys else found
+                renamed, _ = rename_source_key(known_as, renamings, converters, model.base_model_prefix, keys)
+                key = known_as if known_as in keys else renamed
                 if key in keys:
                     yield key, name, spec
                     break
-            # What this model has no place for (the head of another one) transformers reports as unexpected.
+            # transformers reports a weight that this model does not have as unexpected.
 
-    # -- during: encode each weight as it arrives ----------------------------------------------------------------
+    # -- while loading: encode each weight as it arrives ---------------------------------------------------------
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return param_name in self.chosen
@@ -179,7 +179,7 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
         codec = self.quantization_config.codec
         return None if codec is None else as_codec(codec).bits_per_element() / 8
 
-    # -- after: look at what was loaded --------------------------------------------------------------------------
+    # -- after loading: check the rows ---------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         for weight, codec in self.chosen.values():
@@ -210,15 +210,12 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        # Adapters are: gradients pass through encoded layers. The rows themselves are not trained.
+        # Gradients pass through encoded layers to adapters. The rows themselves are not trained.
         return True
 
     @property
     def is_compileable(self) -> bool:
         return True
-
-
-_LEFT = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Encode(ConversionOps):  # type: ignore[misc]
@@ -231,13 +228,13 @@ class Encode(ConversionOps):  # type: ignore[misc]
         (value,) = input_dict.values()
         floats = value[0] if isinstance(value, list) else value
         weight, codec = self.quantizer.chosen[full_layer_name]
-        # Not yet in the slots tied to this one: where the file has a weight for each, transformers does not tie them.
+        # Only this slot, not those tied to it: where the file has a weight for each, transformers does not tie them.
         slot = next(slot for slot in weight.slots if full_layer_name in Weight([slot]).names())
-        if floats.device.type != "meta" and not all(extreme.isfinite() for extreme in torch.aminmax(floats)):
+        if floats.device.type != "meta" and not is_finite(floats):
             raise QuantizeError(
-                f"{full_layer_name}: the weight holds an infinity or a NaN, and a block that does decodes to NaN "
-                "throughout. Usually a training run diverged, or fp16 overflowed. Mend the checkpoint, or leave the "
-                f'weight as it is with rules={{"{slot.names[0]}": None}}.'
+                f"{full_layer_name}: holds an infinity or a NaN, and every block that holds one decodes to NaN. The "
+                "usual cause is a training that diverged, or an overflow in fp16. Repair the checkpoint, or leave the "
+                f'weight out with rules={{"{slot.names[0]}": None}}.'
             )
         floats = floats.t().contiguous() if slot.transposed else floats
         place(Weight([slot]), encode_rows(floats, codec, lead=slot.lead))
@@ -245,12 +242,12 @@ class Encode(ConversionOps):  # type: ignore[misc]
 
 
 def _weights(model: Any) -> list[Weight]:
-    """The weights of an empty model, tied ones as one: transformers ties Parameters after they are loaded."""
+    """The weights of an empty model, tied ones as one. transformers ties Parameters only after it has loaded them."""
     by_key = {key: weight for weight in survey(model).weights for key in weight.names()}
     for target, source in model.all_tied_weights_keys.items():
         one, other = by_key.get(target), by_key.get(source)
         if one is None or other is None:
-            # Nothing else can hold the rows that one of them would hold.
+            # The other one cannot hold rows, so neither is encoded.
             for key in (one or other or Weight([])).names():
                 del by_key[key]
         elif one is not other:
@@ -260,7 +257,7 @@ def _weights(model: Any) -> list[Weight]:
 
 
 def _complete(weight: Weight, codec: Codec) -> None:
-    """Give slots that got their rows by a tie the class for them."""
+    """Give modules that got their rows by a tie the class that holds rows."""
     first = next((slot.module for slot in weight.slots if isinstance(slot.module, Encoded)), None)
     for slot in weight.slots:
         rows = slot.float_weight()
@@ -270,18 +267,17 @@ def _complete(weight: Weight, codec: Codec) -> None:
 
 
 def _decode(model: nn.Module, key: str, encoding: Encoding) -> None:
-    """Put floats in the place of rows."""
+    """Replace rows by floats."""
     name, _, parameter = key.rpartition(".")
     module = model.get_submodule(name)
     rows = module._parameters[parameter]
     if rows is not None and rows.dtype == torch.uint8 and rows.shape[:-1] == encoding.shape[: rows.dim() - 1]:
-        weight = EncodedRows(rows.detach(), *encoding).decode()
-        module._parameters[parameter] = nn.Parameter(weight)
+        module._parameters[parameter] = nn.Parameter(EncodedRows(rows.detach(), *encoding).decode())
         logger.info(f"{key}: {type(module).__name__} cannot hold encoded rows; decoded from {encoding.codec.spec}.")
 
 
 def _check_rows(name: str, module: nn.Module) -> None:
-    """The loader puts any tensor in the place of any other once a model is quantized."""
+    """Refuse rows that do not fit: for quantized models, the loader checks neither shapes nor dtypes."""
     known = encoded_parameters(module)
     for parameter, rows in module._parameters.items():
         held = known.get(parameter)
@@ -289,8 +285,8 @@ def _check_rows(name: str, module: nn.Module) -> None:
             continue
         if held is not None and not getattr(rows, "_is_hf_initialized", False) and not rows.is_meta:
             raise StateDictError(
-                f"{name}.{parameter}: config.json lists it among the encoded weights, but no file holds its rows, and "
-                "rows cannot be made up. The folder is incomplete: save or download it again."
+                f"{name}.{parameter}: config.json lists it among the encoded weights, but no file holds its rows. "
+                "The folder is incomplete: save or download it again."
             )
         lead = rows.dim() - 1
         fits = held and rows.shape == (*held.shape[:lead], held.codec.row_bytes(held.shape[lead:].numel()))
@@ -298,7 +294,7 @@ def _check_rows(name: str, module: nn.Module) -> None:
             expected = f"rows of {held.codec.spec!r} for a weight of {list(held.shape)}" if held else "floats"
             raise StateDictError(
                 f"{name}.{parameter}: expected {expected}, found {str(rows.dtype).removeprefix('torch.')} "
-                f"{list(rows.shape)}. The list of weights in config.json and the files are of different saves; or the "
-                "weight was encoded without its model as [in, out], as GPT-2 keeps it: quantize that model with "
-                "from_pretrained(..., quantization_config=NarrowcastConfig(...)) instead."
+                f"{list(rows.shape)}. config.json and the files are of different saves, or the weight was encoded "
+                "without its model as [in, out], as GPT-2 keeps it: quantize that model with from_pretrained(..., "
+                "quantization_config=NarrowcastConfig(...)) instead."
             )

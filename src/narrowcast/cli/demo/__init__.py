@@ -1,8 +1,8 @@
 """`narrowcast demo`: a small GPT learns from the standard library's source, three times, and is then quantized.
 
-Two ranks over gloo train the same model from the same weights on the same batches: gradients in fp32, in int8, and in
-4 bits with error feedback (`ranks.py`). The one that was trained in fp32 is then quantized. One table says what each
-way costs and what it leaves (`report.py`).
+Two ranks over gloo train the same model from the same weights on the same batches: with gradients in fp32, in int8, and
+in 4 bits with error feedback (`ranks.py`). The model of the fp32 training is then quantized. A table shows the bytes,
+the time and the loss of each (`report.py`).
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from narrowcast.cli.places import check_picture
+from narrowcast.cli.shared.places import check_picture
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
 WAYS = {"fp32": "fp32", "int8": "int8", "int4": "int4, error feedback"}
-"""What gradients travel in, and what it is called."""
+"""The codecs of the gradients, and their titles."""
 
 RANKS = 2
 
 
 def demo(
     steps: Annotated[int, typer.Option(min=2, help="Steps of each of the three trainings.")] = 700,
-    picture: Annotated[Path, typer.Option(help="Where to draw loss against megabytes sent.")] = Path("demo.png"),
+    picture: Annotated[Path, typer.Option(help="The figure of loss against megabytes sent.")] = Path("demo.png"),
 ) -> None:
-    """Train a small GPT with gradients in fp32, int8 and 4 bits, quantize it, and show what each way costs and leaves.
+    """Train a small GPT with gradients in fp32, int8 and 4 bits, quantize it, and compare bytes, time and loss.
 
-    Takes about two minutes on two cores. Works offline, without a GPU and without root.
+    It takes about two minutes on two cores. It needs no network, no GPU and no root.
 
     Example: narrowcast demo
     """
-    check_picture("--picture", picture)  # before the training: it takes minutes
+    check_picture("--picture", picture)  # before the training, which takes minutes
     console = Console()
     console.print(
-        f"A GPT of 0.5 million parameters reads the source of Python's standard library: {RANKS} ranks over gloo, "
-        f"{steps} steps in each of {len(WAYS)} ways.\n"
+        f"A GPT of 0.5 million parameters learns from the source of Python's standard library: {RANKS} ranks over "
+        f"gloo, {len(WAYS)} trainings of {steps} steps.\n"
     )
     with tempfile.TemporaryDirectory() as folder:
         curves = _train(Path(folder), steps, console)
@@ -55,13 +55,13 @@ def demo(
 
 
 def _train(folder: Path, steps: int, console: Console) -> dict[str, list[dict[str, Any]]]:
-    """What rank 0 said of each step, by way."""
+    """The records of each step that rank 0 prints, by the codec of the gradients."""
     curves: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    if not console.is_terminal:  # where bars cannot move, lines say how far it is
-        for said in _ranks(folder, steps):
-            curves[said["way"]].append(said)
-            if said["step"] % max(1, steps // 5) == 0:
-                console.print(f"{WAYS[said['way']]}: step {said['step']} of {steps}, loss {said['loss']:.3f}")
+    if not console.is_terminal:  # lines instead of bars
+        for record in _run_ranks(folder, steps):
+            curves[record["way"]].append(record)
+            if record["step"] == 1 or record["step"] % max(1, steps // 5) == 0:
+                console.print(f"{WAYS[record['way']]}: step {record['step']} of {steps}, loss {record['loss']:.3f}")
         return curves
     columns = (
         TextColumn("{task.description:22}"),
@@ -73,17 +73,17 @@ def _train(folder: Path, steps: int, console: Console) -> dict[str, list[dict[st
         bars: dict[str, TaskID] = {
             way: progress.add_task(title, total=steps, loss="", start=False) for way, title in WAYS.items()
         }
-        for said in _ranks(folder, steps):
-            way = said["way"]
+        for record in _run_ranks(folder, steps):
+            way = record["way"]
             if not curves[way]:
                 progress.start_task(bars[way])
-            curves[way].append(said)
-            progress.update(bars[way], completed=said["step"], loss=f"loss {said['loss']:.3f}")
+            curves[way].append(record)
+            progress.update(bars[way], completed=record["step"], loss=f"loss {record['loss']:.3f}")
     return curves
 
 
-def _ranks(folder: Path, steps: int) -> Iterator[dict[str, Any]]:
-    """Start the ranks with torchrun, and give on what rank 0 says."""
+def _run_ranks(folder: Path, steps: int) -> Iterator[dict[str, Any]]:
+    """Start the ranks with torchrun, and yield the records that rank 0 prints."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     command = [*torchrun, "-m", "narrowcast.cli.demo.ranks", str(folder), str(steps), *WAYS]
     environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
@@ -95,8 +95,8 @@ def _ranks(folder: Path, steps: int) -> Iterator[dict[str, Any]]:
             if line.startswith("{"):
                 yield json.loads(line)
         if process.wait():
-            words = (folder / "errors").read_text()[-2000:]
-            typer.echo(f"narrowcast demo: the ranks ended with exit code {process.returncode}:\n{words}", err=True)
+            output = (folder / "errors").read_text()[-2000:]
+            typer.echo(f"narrowcast demo: the ranks ended with exit code {process.returncode}:\n{output}", err=True)
             raise typer.Exit(1)
     finally:
         process.terminate()  # torchrun ends its ranks

@@ -1,6 +1,7 @@
 """One rank of the demo's trainings: `torchrun ... -m narrowcast.cli.demo.ranks FOLDER STEPS WAY...`.
 
-Rank 0 prints a line of JSON for each step, and leaves the model that each way trained in the folder.
+A WAY is the codec of the gradients, or fp32. Rank 0 prints a line of JSON for each step, and saves each trained model
+to the folder.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
-from narrowcast.cli.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
+from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
 
 SHAPE = GPTConfig(layers=2, width=128, heads=4, context=64)
-"""Small and short: in the same seconds, many cheap steps were seen to reach a lower loss than few dear ones."""
+"""Small, with a short context: in the same time, many cheap steps reached a lower loss than few expensive ones."""
 BATCH = 8
-"""Sequences of a step, on each rank."""
+"""Sequences per step on each rank."""
 RATE = 4e-3
-"""The learning rate at its highest."""
+"""The highest learning rate of the schedule."""
 
 
 def train(way: str, steps: int, folder: Path) -> None:
-    """Train one model, its gradients travelling as `way` says."""
+    """Train one model with gradients in `way`, and save it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = ByteGPT(SHAPE)
     ddp = DistributedDataParallel(model)
@@ -45,8 +46,14 @@ def train(way: str, steps: int, folder: Path) -> None:
         schedule.step()
         if rank == 0:
             sent = step * plain if compression is None else compression.stats().sent_bytes
-            said = {"way": way, "step": step, "loss": loss.item(), "sent": sent, "seconds": time.perf_counter() - began}
-            print(json.dumps(said), flush=True)
+            record = {
+                "way": way,
+                "step": step,
+                "loss": loss.item(),
+                "sent": sent,
+                "seconds": time.perf_counter() - began,
+            }
+            print(json.dumps(record), flush=True)
     if rank == 0:
         torch.save(model.state_dict(), folder / f"{way}.pt")
 

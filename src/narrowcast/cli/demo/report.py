@@ -1,4 +1,4 @@
-"""What the demo shows in the end: a table, a few lines that the model wrote, and a picture."""
+"""The results of the demo: a table, text that the model generates, and a figure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from rich.table import Table
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.cli.byte_gpt import ByteGPT, batches, loss_of, stdlib_text
+from narrowcast.byte_gpt import ByteGPT, batches, loss_of, stdlib_text
+from narrowcast.checkpoint.files import new_file
 from narrowcast.cli.demo import WAYS
 from narrowcast.cli.demo.ranks import SHAPE
 
 EVALUATED = 24
-"""Batches of held-out text on which losses are taken."""
+"""Batches of held-out text over which a loss is averaged."""
 PROMPT = b"class Reader:\n    def __init__(self, "
 WRITTEN = 240
 
 
 def show(folder: Path, curves: dict[str, list[dict[str, Any]]], picture: Path, console: Console) -> None:
-    """Everything, from what the ranks left in `folder` and said on the way."""
+    """Print and draw everything, from the models in `folder` and the records of the ranks."""
     trained = {}
     for way in WAYS:
         trained[way] = ByteGPT(SHAPE)
@@ -36,13 +37,13 @@ def show(folder: Path, curves: dict[str, list[dict[str, Any]]], picture: Path, c
         nc.quantize_(packed[codec], codec)
     console.print(_table(trained, curves, packed))
     written = packed["int4"].generate(PROMPT, WRITTEN, temperature=0.85)
-    console.print("\nThe model in 4 bits goes on by itself:\n")
+    console.print("\nThe model in 4 bits continues a prompt:\n")
     console.print((PROMPT + written).decode(errors="replace"), style="green", highlight=False, markup=False)
     _draw(curves, picture, console)
 
 
 def _table(trained: dict[str, ByteGPT], curves: dict[str, list[dict[str, Any]]], packed: dict[str, ByteGPT]) -> Table:
-    """What each training sent and reached, then what the one in fp32 is worth in fewer bytes."""
+    """The loss and bytes of each training, then those of the fp32 model with quantized weights."""
     table = Table("", "loss", "MB", "ratio", "seconds")
     plain = curves["fp32"][-1]["sent"]
     for way, model in track(trained.items(), "evaluating", transient=True):
@@ -54,7 +55,7 @@ def _table(trained: dict[str, ByteGPT], curves: dict[str, list[dict[str, Any]]],
     for codec, model in packed.items():
         size = _megabytes(model)
         table.add_row(f"then weights in {codec}", f"{_loss(model):.3f}", f"{size:.2f} held", f"{whole / size:.1f}x")
-    table.caption = "Loss on held-out text, nats a byte. Seconds are over loopback: on a slow link, bytes decide."
+    table.caption = "Loss on held-out text in nats per byte. Times are over loopback; on a slow link, bytes decide."
     return table
 
 
@@ -70,28 +71,27 @@ def _megabytes(model: nn.Module) -> float:
 
 
 def _draw(curves: dict[str, list[dict[str, Any]]], picture: Path, console: Console) -> None:
-    """Loss against megabytes sent; a half-written picture is never left."""
+    """Draw loss against megabytes sent. The file appears when it is complete."""
     try:
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        console.print("\nFor the picture: pip install 'narrowcast[plot]'", highlight=False, markup=False)
+        console.print("\nFor the figure: pip install 'narrowcast[plot]'", highlight=False, markup=False)
         return
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for way, title in WAYS.items():
-        said = curves[way]
-        losses = torch.tensor([each["loss"] for each in said], dtype=torch.float32, device="cpu")
+        records = curves[way]
+        losses = torch.tensor([record["loss"] for record in records], dtype=torch.float32, device="cpu")
         window = max(1, len(losses) // 20)
         smooth = losses.unfold(0, window, 1).mean(1)
-        (line,) = axes.plot([each["sent"] / 1e6 for each in said][window - 1 :], smooth)
-        end = said[-1]["sent"] / 1e6, float(smooth[-1])
+        (line,) = axes.plot([record["sent"] / 1e6 for record in records][window - 1 :], smooth)
+        end = records[-1]["sent"] / 1e6, float(smooth[-1])
         place = {"textcoords": "offset points", "ha": "right", "va": "top"}
         axes.annotate(title, end, (0, -6), color=line.get_color(), **place)
-    axes.set(xscale="log", xlabel="megabytes sent by a rank", ylabel="training loss, nats a byte")
+    axes.set(xscale="log", xlabel="megabytes sent by a rank", ylabel="training loss, nats per byte")
     axes.margins(y=0.12)
-    partial = picture.with_name(f".{picture.stem}.part{picture.suffix}")
-    figure.savefig(partial, dpi=130)
-    partial.replace(picture)
+    with new_file(picture) as file:
+        figure.savefig(file, dpi=130, format=picture.suffix[1:].lower())
     console.print(f"\nLoss against megabytes sent: {picture}", highlight=False)

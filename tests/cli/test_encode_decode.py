@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import narrowcast as nc
 from narrowcast.checkpoint import read
 from narrowcast.cli import app
+from narrowcast.codecs.payload import encode_rows
 
 
 @pytest.fixture(autouse=True)
@@ -177,8 +178,8 @@ def test_what_is_not_finite_is_said() -> None:
     ("array", "said"),
     [
         (np.arange(5), "holds int64, and codecs take float16, float32, float64."),
-        (np.zeros(5, "V2"), "Usually it was bfloat16, which .npy has no name for."),
-        (np.array([{}], dtype=object), "Python objects, which are never read"),
+        (np.zeros(5, "V2"), "The usual cause is bfloat16, which .npy has no name for."),
+        (np.array([{}], dtype=object), "Python objects, which are not read"),
         (np.zeros(3, "c8"), "holds complex64"),
         (np.zeros(3, [("a", "f4")]), "codecs take float16"),
     ],
@@ -204,7 +205,7 @@ def test_files_of_the_wrong_kind_are_refused() -> None:
     assert "expected a file that ends in .npy or .safetensors" in refused("encode", "x.bin", "y.safetensors")
     assert "expected a file that ends in .safetensors" in refused("decode", "x.npy", "y.npy")
     assert "is a folder" in refused("encode", "sub", "y.safetensors")
-    assert "DST='y.npy': a file that ends in .safetensors is written" in refused("encode", "x.npy", "y.npy")
+    assert "DST='y.npy': the name of the file to write must end in .safetensors" in refused("encode", "x.npy", "y.npy")
     assert "there is no folder 'no'" in refused("encode", "x.npy", "no/y.safetensors")
 
 
@@ -212,7 +213,7 @@ def test_targets_that_are_taken_are_refused_unless_asked() -> None:
     np.save("x.npy", random(100).numpy())
     run("encode", "x.npy", "y.safetensors")
     before = Path("y.safetensors").read_bytes()
-    assert "is there already. Pass --overwrite" in refused("encode", "x.npy", "y.safetensors", "--codec", "int4")
+    assert "exists already. Pass --overwrite" in refused("encode", "x.npy", "y.safetensors", "--codec", "int4")
     assert Path("y.safetensors").read_bytes() == before
     run("encode", "x.npy", "y.safetensors", "--codec", "int4", "--overwrite")
     assert read("y.safetensors").encodings["array"].codec.spec == "int4"
@@ -227,7 +228,7 @@ def test_decoding_into_npy_needs_one_array_of_a_dtype_that_it_knows() -> None:
     assert said == (
         "error: 'a' is bfloat16, which .npy has no name for. Add --dtype float32, or write a .safetensors file.\n"
     )
-    assert "--dtype 'int8': floats are" in refused("decode", "x.safetensors", "y.npy", "--dtype", "int8")
+    assert "--dtype 'int8': is none of" in refused("decode", "x.safetensors", "y.npy", "--dtype", "int8")
 
 
 def test_bytes_that_changed_on_the_disk_are_refused() -> None:
@@ -241,9 +242,9 @@ def test_bytes_that_changed_on_the_disk_are_refused() -> None:
 
 @pytest.mark.parametrize("shape", [[7], "seven", [10, 10], [100, 1, 1], {}, [-100]])
 def test_a_shape_that_does_not_fit_the_bytes_is_refused(shape: object) -> None:
-    rows = nc.payload.encode_rows(random(1, 100), "int8")
+    rows = encode_rows(random(1, 100), "int8")
     nc.save({"array": rows}, "x.safetensors", metadata={"encoded_shapes": {"array": shape}})
-    assert "is noted to have had the shape" in refused("decode", "x.safetensors", "y.npy")
+    assert "in the metadata says that 'array' had the shape" in refused("decode", "x.safetensors", "y.npy")
 
 
 # -- cut off ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Progress bars: on stderr, so that stdout is the result's; gone when the work is done; absent where no one looks."""
+"""Progress bars on stderr. They disappear when the work is done, and are not drawn where stderr is no terminal."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def bytes_bar(*, shown: bool = True) -> Progress:
 
 
 def share_bar(work: str) -> Progress:
-    """A bar that says how much of some work is done, and what is being done."""
+    """A bar that shows the share of `work` that is done, and its current item."""
     return _bar(TextColumn(work), BarColumn(), TextColumn("{task.percentage:.0f}% {task.description}"))
 
 
 def _bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
     console = Console(stderr=True)
-    # Into a file or a pipe, rich would still write the last state, or an empty line.
+    # Into a file or a pipe, rich would still write the last state or an empty line.
     disable = not (shown and console.is_terminal)
     return Progress(*columns, TimeRemainingColumn(), console=console, disable=disable, transient=True)

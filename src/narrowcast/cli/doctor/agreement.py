@@ -1,8 +1,8 @@
-"""The quick self-check of `narrowcast doctor`: every kernel gives the reference's bytes, for every codec.
+"""The self-check of `narrowcast doctor`: every kernel gives the reference's bytes, for every codec.
 
-The rows hold what goes wrong first: ordinary numbers, zeros, a NaN, an infinity, denormals, one outlier, and a length
-that is no multiple of any block. Encoded bytes, decoded bits and the fused sum of the finite rows are compared. It is a
-check of an installation, in a second; the tests of the repository check the kernels.
+The rows hold the cases that are most often wrong: ordinary numbers, zeros, a NaN, infinities, denormals, one outlier,
+and a length that is not a multiple of any block. Encoded bytes, decoded bits and the fused sum of the finite rows are
+compared. This checks an installation in a second; the tests of the repository check the kernels.
 """
 
 from __future__ import annotations
@@ -32,24 +32,21 @@ _OPTIONS = (
 
 
 def specs() -> list[str]:
-    """The codecs that are tried: each by its name, and some options that take other ways through the kernels."""
+    """The codecs to try: each by its name, and options that take other paths through the kernels."""
     return [*list_codecs(), *_OPTIONS]
 
 
 def kernels() -> list[tuple[Kernel, torch.device]]:
     """Every compiled kernel that this machine can run: each instruction set of the CPU, and the GPU's."""
-    found: list[tuple[Kernel, torch.device]] = []
-    for isa in binding.ISAS:
-        kernel, _ = binding.load(isa)
-        if kernel is not None:
-            found.append((kernel, torch.device("cpu")))
+    loaded = [kernel for kernel, _ in map(binding.load, binding.ISAS) if kernel is not None]
+    runnable: list[tuple[Kernel, torch.device]] = [(kernel, torch.device("cpu")) for kernel in loaded]
     if torch.cuda.is_available() and kernel_for("cuda").name != "reference":
-        found.append((kernel_for("cuda"), torch.device("cuda")))
-    return found
+        runnable.append((kernel_for("cuda"), torch.device("cuda")))
+    return runnable
 
 
 def rows() -> Tensor:
-    """What is encoded."""
+    """The floats that are encoded."""
     x = torch.randn(6, NUMEL, dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(0))
     x[1] = 0
     x[2, 130] = math.nan
@@ -59,15 +56,15 @@ def rows() -> Tensor:
     return x
 
 
-def differing(
+def find_differences(
     kernel: Kernel, device: torch.device, advance: Callable[[], object] = lambda: None
 ) -> list[tuple[str, str]]:
-    """The codecs in which a kernel and the reference disagree, and in what."""
+    """The codecs for which a kernel differs from the reference, and what differs."""
     wrong: list[tuple[str, str]] = []
     for spec in specs():
-        what = _first_difference(kernel, as_codec(spec), device)
-        if what is not None:
-            wrong.append((spec, what))
+        difference = _first_difference(kernel, as_codec(spec), device)
+        if difference is not None:
+            wrong.append((spec, difference))
         advance()
     return wrong
 
@@ -84,7 +81,7 @@ def _first_difference(kernel: Kernel, codec: Codec, device: torch.device) -> str
     kernel.decode(back, data.to(device), here)
     if not _same_bits(back.cpu(), reference.decode(data, NUMEL, x.dtype, plain)):
         return "decoded bits"
-    # With block=row, a row that is not finite would leave nothing of the sum.
+    # With block=row, a row that is not finite would make the whole sum NaN.
     data = data[x.isfinite().all(1)]
     total = torch.empty(NUMEL, dtype=torch.float32, device=device)
     kernel.decode_sum(total, data.to(device), here, None, 0, 3)
@@ -93,8 +90,8 @@ def _first_difference(kernel: Kernel, codec: Codec, device: torch.device) -> str
     return None
 
 
-def _same_bits(found: Tensor, wanted: Tensor) -> bool:
-    # The bits of a NaN that an addition makes are the processor's.
+def _same_bits(values: Tensor, wanted: Tensor) -> bool:
+    # The bits of a NaN that comes from an addition depend on the processor.
     nan = wanted.isnan()
-    same = found.view(torch.int32) == wanted.view(torch.int32)
-    return bool((same | nan).all() and torch.equal(found.isnan(), nan))
+    same = values.view(torch.int32) == wanted.view(torch.int32)
+    return bool((same | nan).all() and torch.equal(values.isnan(), nan))

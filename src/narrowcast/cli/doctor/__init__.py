@@ -1,4 +1,7 @@
-"""`narrowcast doctor`: what is installed, what runs, whether it is right, and what to do about what is not."""
+"""`narrowcast doctor`: versions, the machine, which kernels run, whether they are right, and how to fix what is wrong.
+
+This module has the arguments and the printing. `health.py` examines the installation, `agreement.py` compares kernels.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from narrowcast.cli.bars import share_bar
-from narrowcast.cli.failing import FAILED
+from narrowcast.cli.shared.bars import share_bar
+from narrowcast.cli.shared.failing import FAILED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,61 +22,61 @@ if TYPE_CHECKING:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Look the installation over: versions, CPU and GPU, kernels, a check that bytes agree, and what is missing.
+    """Check the installation: versions, CPU and GPU, kernels, whether their bytes agree, and what is missing.
 
-    Ends with 1 if there is a fault, and names the command that mends it.
+    The exit code is 1 if there is a fault. Each fault comes with the command that fixes it.
 
     Example: narrowcast doctor --json > doctor.json
     """
-    found = _examine()
+    report = _examine()
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(report))
     else:
-        _show(found, Console())
-    raise typer.Exit(0 if found["ok"] else FAILED)
+        _show(report, Console())
+    raise typer.Exit(0 if report["ok"] else FAILED)
 
 
 def _examine() -> dict[str, Any]:
     with share_bar("comparing bytes") as progress:
         task = progress.add_task("", total=None)
 
-        from narrowcast.cli import agreement, health
+        from narrowcast.cli.doctor import agreement, health
 
         progress.update(task, total=len(health.compiled()) * len(agreement.specs()))
         return health.examine(lambda: progress.advance(task))
 
 
-def _show(found: dict[str, Any], console: Console) -> None:
+def _show(report: dict[str, Any], console: Console) -> None:
     table = Table(show_header=False)
-    for name, value in _lines(found):
+    for name, value in _lines(report):
         table.add_row(name, value)
     console.print(table, markup=False)
-    for title, style, findings in (("fault", "red", found["faults"]), ("could be added", "dim", found["hints"])):
+    for title, style, findings in (("fault", "red", report["faults"]), ("optional", "dim", report["hints"])):
         for finding in findings:
             # One line each, so that a command can be copied out of a narrow window.
             console.print(f"{title}: {finding['what']}", style=style, soft_wrap=True, highlight=False, markup=False)
             console.print(f"    {finding['fix']}", soft_wrap=True, highlight=False, markup=False)
-    count = len(found["faults"])
-    console.print("All is well." if found["ok"] else f"{count} fault{'s' if count > 1 else ''}.", highlight=False)
+    count = len(report["faults"])
+    console.print("No faults." if report["ok"] else f"{count} fault{'s' if count > 1 else ''}.", highlight=False)
 
 
-def _lines(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    machine = found["machine"]
-    for name, version in found["versions"].items():
+def _lines(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    machine = report["machine"]
+    for name, version in report["versions"].items():
         yield name, version or "not installed"
     yield "system", machine["system"]
     yield "CPU", f"{machine['cpu']}, {machine['cores']} cores, torch uses {machine['threads']} threads"
-    yield "CPU features", " ".join(machine["features"]) or "not known"
+    yield "CPU features", " ".join(machine["features"]) or "unknown"
     for gpu in machine["gpus"] or [None]:
         yield "GPU", f"{gpu['name']}, {gpu['bytes'] / 2**30:.0f} GiB, {gpu['capability']}" if gpu else "none"
-    yield "process groups", ", ".join(name for name, there in found["backends"].items() if there) or "none"
+    yield "process groups", ", ".join(name for name, there in report["backends"].items() if there) or "none"
     runs: dict[tuple[str, str], list[str]] = {}
-    for codec, devices in found["kernels"].items():
+    for codec, devices in report["kernels"].items():
         for device, kernel in devices.items():
             runs.setdefault((device, kernel), []).append(codec)
     for (device, kernel), codecs in runs.items():
         yield f"{kernel} on {device}", " ".join(codecs)
-    for check in found["checks"]:
+    for check in report["checks"]:
         verdict = f"disagrees in {len(check['differ'])} of" if check["differ"] else "agrees in all"
         tried = f"{check['settings']} settings of {check['codecs']} codecs"
         yield f"bytes of {check['kernel']}", f"{verdict} {tried} with the reference"

@@ -1,11 +1,15 @@
-"""A small language model and text to train it on: what `narrowcast demo` and bench/training.py need, offline.
+"""A small language model and text to train it on, offline: for `narrowcast demo`, examples/ and bench/training.py.
 
-The model is a decoder-only transformer that reads bytes: no tokenizer, 256 symbols. `ByteGPT(config)` maps bytes
-[batch, time] to logits [batch, time, 256] over the byte that follows; time is at most `config.context`. Norms come
-first, positions are learned, the output matrix is one of its own, nothing is dropped, and a seed decides the weights.
+It stands outside cli/ so that examples and benchmarks import it without the command line, and inside the package
+because the demo runs from a wheel. It needs torch and nothing else of narrowcast but its errors.
+
+The model is a decoder-only transformer over bytes: no tokenizer, 256 symbols. `ByteGPT(config)` maps bytes
+[batch, time] to logits [batch, time, 256] over the next byte; time is at most `config.context`. Norms come before
+attention and layers, positions are learned, the output matrix is not tied, there is no dropout, and a seed decides the
+weights.
 
 The text is the source of Python's standard library, in the order of its paths: the same on every machine with the same
-Python. Every tenth file is held out. Tests and character tables are left out, since neither reads like a program.
+Python. Every tenth file is held out. Tests and character tables are excluded: they do not read like programs.
 
 Not done: a cache of keys and values, mixed precision, training itself.
 """
@@ -27,13 +31,13 @@ from narrowcast.errors import MissingFileError, ShapeError
 
 SYMBOLS = 256
 HELD_OUT = 10
-"""One file in so many is never trained on."""
+"""One file in this many is held out."""
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "encodings"}
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model. The default has 0.8 million parameters, which a laptop trains while one watches."""
+    """The shape of a model. The default has 0.8 million parameters, which a laptop trains in minutes."""
 
     layers: int = 4
     width: int = 128
@@ -43,13 +47,13 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.context) < 1 or self.width % self.heads:
             raise ShapeError(
-                f"a model's layers, width, heads and context are at least 1 and its heads share the width evenly; "
-                f"this one has {self}. For example: GPTConfig(layers=4, width=128, heads=4, context=128)"
+                f"GPTConfig: layers, width, heads and context must be at least 1, and heads must divide width; this is "
+                f"{self}. For example: GPTConfig(layers=4, width=128, heads=4, context=128)"
             )
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two layers on each position; both add to their input."""
+    """Causal attention, then two linear layers on each position; both add to their input."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -76,7 +80,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Bytes, as integers [batch, time], to logits [batch, time, 256] of the bytes that follow."""
+    """Maps bytes, as integers [batch, time], to logits [batch, time, 256] of the next bytes."""
 
     def __init__(self, config: GPTConfig | None = None, *, seed: int = 0) -> None:
         super().__init__()
@@ -89,7 +93,7 @@ class ByteGPT(nn.Module):
         self._initialize(torch.Generator().manual_seed(seed))
 
     def _initialize(self, generator: torch.Generator) -> None:
-        # What ends a residual branch starts smaller, so that the sum over 2 branches a layer keeps the size of one.
+        # The last layer of a residual branch starts smaller, so that the sum over 2 branches per layer keeps its scale.
         ends = {"attended", "down"}
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -101,7 +105,7 @@ class ByteGPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.dim() != 2 or tokens.shape[1] > self.config.context:
             raise ShapeError(
-                f"tokens: ByteGPT reads [batch, time] with time up to its context of {self.config.context}; this is "
+                f"tokens: ByteGPT takes [batch, time] with time up to its context of {self.config.context}; this is "
                 f"{list(tokens.shape)}. Cut it: tokens[:, -{self.config.context}:]"
             )
         x = self.symbols(tokens) + self.positions(
@@ -113,7 +117,7 @@ class ByteGPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """`count` bytes that the model puts after the prompt; a temperature of 0 takes the likeliest each time."""
+        """`count` bytes that continue the prompt. A temperature of 0 takes the most likely byte each time."""
         device = self.following.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         written = torch.tensor([list(prompt or b"\n")], dtype=torch.int64, device=device)
@@ -129,7 +133,7 @@ class ByteGPT(nn.Module):
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy in nats a byte, the mean over all positions."""
+    """Cross entropy in nats per byte, averaged over all positions."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
@@ -140,28 +144,28 @@ def stdlib_text(*, held_out: bool = False) -> Tensor:
     text = bytearray(b"".join((folder / path).read_bytes() for path in chosen))
     if not text:
         raise MissingFileError(
-            f"there is no Python source in {folder}, where this Python keeps its standard library: some ship it "
-            f"compiled or in a zip file. Use a Python that has it, or a text of your own: "
+            f"{folder}, the folder of the standard library, holds no Python source: some Pythons ship it compiled or "
+            f"in a zip file. Use a Python that has it, or your own text: "
             f"torch.frombuffer(bytearray(data), dtype=torch.uint8)"
         )
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
 def _sources(folder: Path) -> list[str]:
-    """The paths of what counts as text, in order; folders that are left out are not even listed, as some are large."""
-    found = []
+    """The paths of the source files, in order. Folders of `LEFT_OUT` are not listed: some are large."""
+    paths = []
     for place, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in LEFT_OUT]
-        found += [(Path(place) / name).relative_to(folder).as_posix() for name in files if name.endswith(".py")]
-    return sorted(found)
+        paths += [(Path(place) / name).relative_to(folder).as_posix() for name in files if name.endswith(".py")]
+    return sorted(paths)
 
 
 def batches(text: Tensor, context: int, batch: int, *, seed: int, rank: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Without end: inputs and targets, int64 [batch, context], cut from anywhere; each rank draws others of its own."""
+    """Endless pairs of inputs and targets, int64 [batch, context], from random places. Each rank draws its own."""
     if len(text) <= context:
         raise ShapeError(
-            f"text: it must be longer than the context of {context}, and has {len(text)} bytes. Give a longer text, or "
-            f"a shorter context"
+            f"text: must be longer than the context of {context}, and has {len(text)} bytes. Pass a longer text, or a "
+            f"shorter context"
         )
     generator = torch.Generator().manual_seed((seed << 20) + rank)
     offsets = torch.arange(context + 1, dtype=torch.int64, device="cpu")

@@ -1,8 +1,10 @@
-"""One weight against several codecs, tile by tile.
+"""What each codec loses on a weight, measured tile by tile.
 
-A weight is a matrix of rows, as `encode_rows` makes them. Rows are encoded one by one, so that a tile of rows encodes
-to the bytes that it has inside the whole weight, and sums over tiles are those of the weight. Sums are kept in fp64;
-memory is that of one tile of `TILE` elements, whatever the weight's size (a single row is never cut).
+A weight is a matrix of rows, as `encode_rows` takes it. Each row is encoded by itself. So a tile of rows encodes to the
+bytes that it has inside the whole weight, and sums over tiles are those of the weight. Sums are kept in fp64. Memory
+holds one tile of `TILE` elements, whatever the weight's size; a row is never cut.
+
+Nothing here knows files, layers or modules: the caller passes a function that reads rows.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from narrowcast.codecs import Codec
+from narrowcast.codecs.base import Codec
 
 TILE = 1 << 20
 """Elements read at once: 4 MB in fp32, so that a tile, its codes and its decoding stay in a core's cache."""
@@ -22,7 +24,7 @@ TILE = 1 << 20
 
 @dataclass
 class Statistics:
-    """A weight's size, range and energy, and what each codec makes of it."""
+    """A weight's size, range and energy, and the noise and bytes of each codec."""
 
     name: str
     rows: int
@@ -35,6 +37,7 @@ class Statistics:
     noise: dict[str, float] = field(default_factory=dict)
     """The sum of squared errors of each codec, by its spec."""
     nbytes: dict[str, int] = field(default_factory=dict)
+    """The bytes of the encoded weight, by the codec's spec."""
 
     @property
     def numel(self) -> int:
@@ -51,16 +54,21 @@ class Statistics:
         return math.sqrt(max(self.energy / max(self.numel, 1) - mean * mean, 0.0)) if self.finite else math.nan
 
     def relative_noise(self, spec: str) -> float:
-        """The share of the weight's energy that the errors have; for a weight of zeros, 1 if it changes and else 0."""
+        """The noise over the weight's energy; for a weight of zeros, 0 if it decodes to zeros and 1 if not."""
         return self.noise[spec] / self.energy if self.energy else float(self.noise[spec] > 0)
 
     def sqnr(self, spec: str) -> float:
-        """Signal over noise, in dB."""
+        """The signal-to-noise ratio, in dB."""
         return decibels(self.relative_noise(spec))
 
 
+def is_finite(x: Tensor) -> bool:
+    """Whether no element is an infinity or a NaN. A tensor is finite if its extremes are; asking them makes no copy."""
+    return not x.numel() or all(extreme.isfinite() for extreme in torch.aminmax(x))
+
+
 def decibels(relative_noise: float) -> float:
-    """A share of noise as a signal-to-noise ratio."""
+    """A relative noise as a signal-to-noise ratio in dB."""
     return -10 * math.log10(relative_noise) if relative_noise else math.inf
 
 
@@ -75,33 +83,33 @@ def measure(
 ) -> Statistics:
     """The statistics of a weight of `rows` x `columns`.
 
-    `read(start, stop)` gives its rows from `start` to `stop`, float [stop - start, columns]; `advance` hears how many
-    elements each tile had.
+    `read(start, stop)` returns the rows from `start` to `stop` as floats [stop - start, columns]. `advance` is called
+    with the number of elements of each tile.
     """
-    found = Statistics(name, rows, columns)
+    statistics = Statistics(name, rows, columns)
     for codec in codecs:
-        found.noise[codec.spec] = 0.0
-        found.nbytes[codec.spec] = rows * codec.row_bytes(columns)
+        statistics.noise[codec.spec] = 0.0
+        statistics.nbytes[codec.spec] = rows * codec.row_bytes(columns)
     for start, stop in tiles(rows, columns):
         tile = read(start, stop)
-        _add(found, tile, codecs)
+        _add(statistics, tile, codecs)
         advance(tile.numel())
-    return found
+    return statistics
 
 
 def tiles(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Where tiles of about `TILE` elements start and stop."""
+    """The first row of each tile of about `TILE` elements, and the row behind its last."""
     height = max(1, TILE // max(columns, 1))
     for start in range(0, rows if columns else 0, height):
         yield start, min(start + height, rows)
 
 
-def _add(found: Statistics, tile: Tensor, codecs: Sequence[Codec]) -> None:
+def _add(statistics: Statistics, tile: Tensor, codecs: Sequence[Codec]) -> None:
     values = tile.detach().float()
     low, high = torch.aminmax(values)
-    found.lowest, found.highest = min(found.lowest, float(low)), max(found.highest, float(high))
-    found.total += float(values.sum(dtype=torch.float64))
-    found.energy += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+    statistics.lowest, statistics.highest = min(statistics.lowest, float(low)), max(statistics.highest, float(high))
+    statistics.total += float(values.sum(dtype=torch.float64))
+    statistics.energy += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
     for codec in codecs:
         decoded = codec.decode(codec.encode(values, 0), values.shape[1])
-        found.noise[codec.spec] += float(torch.linalg.vector_norm(decoded.sub_(values), dtype=torch.float64)) ** 2
+        statistics.noise[codec.spec] += float(torch.linalg.vector_norm(decoded.sub_(values), dtype=torch.float64)) ** 2

@@ -1,7 +1,7 @@
-"""What `narrowcast doctor` finds: versions, the machine, the kernels, whether bytes agree, and what is wrong.
+"""The examination of `narrowcast doctor`: versions, the machine, the kernels, whether bytes agree, and what is wrong.
 
-A fault is what makes narrowcast wrong, or slower than this machine can be, or a part of it useless; each comes with the
-command that mends it. A hint is what could be added. Nothing is changed, and nothing outside this machine is asked.
+A fault makes results wrong, kernels slower than the machine allows, or a part of narrowcast unusable. A hint is an
+optional package. Both come with the command that fixes them. Nothing is changed, and no other machine is asked.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 import narrowcast
-from narrowcast.cli import agreement
+from narrowcast.cli.doctor import agreement
 from narrowcast.codecs import list_codecs, which_kernel
 from narrowcast.errors import KernelWarning
-from narrowcast.kernels import triton as gpu
+from narrowcast.kernels import triton as triton_kernels
 from narrowcast.kernels.cpu import binding
 
 PACKAGES = ("torch", "numpy", "safetensors", "typer", "rich", "triton")
@@ -34,21 +34,21 @@ EXTRAS = {
 }
 REINSTALL = "pip install --force-reinstall --no-deps narrowcast"
 OLDEST = (2, 11)
-"""The first torch that is supported, as pyproject.toml says."""
+"""The first torch that is supported, as in pyproject.toml."""
 _FEATURES = re.compile(r"avx2|avx512(f|bw|vl|_vnni|_bf16|_fp16)|amx_(int8|bf16|tile)|f16c|fma|asimd|sve2?|i8mm|bf16")
 
 
 class Finding(NamedTuple):
-    """Something to do, and why."""
+    """A fault or a hint, and the command that fixes it."""
 
     what: str
     fix: str
 
 
 def examine(advance: Callable[[], object] = lambda: None) -> dict[str, Any]:
-    """Everything there is to say; `advance` is called after each codec of each kernel that is checked."""
+    """The whole report. `advance` is called after each codec of each kernel that is checked."""
     faults, hints = [*_torch_faults(), *_kernel_faults(), *_backend_faults()], _hints()
-    checks, wrong = _checks(advance)
+    checks, wrong = _compare_kernels(advance)
     faults += wrong
     return {
         "ok": not faults,
@@ -63,7 +63,7 @@ def examine(advance: Callable[[], object] = lambda: None) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of everything that matters here; None where it is not installed."""
+    """The versions of narrowcast, Python and the packages that narrowcast uses; None where one is not installed."""
     names = [*PACKAGES, *(name for _, packages in EXTRAS.values() for name in packages)]
     own = {"narrowcast": narrowcast.__version__, "python": platform.python_version()}
     return {**own, **{name: _version(name) for name in names}}
@@ -82,9 +82,9 @@ def machine() -> dict[str, Any]:
     gpus = []
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
-            found = torch.cuda.get_device_properties(number)
-            capability = f"{found.major}.{found.minor}"
-            gpus.append({"name": found.name, "capability": capability, "bytes": found.total_memory})
+            gpu = torch.cuda.get_device_properties(number)
+            capability = f"{gpu.major}.{gpu.minor}"
+            gpus.append({"name": gpu.name, "capability": capability, "bytes": gpu.total_memory})
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": name,
@@ -103,22 +103,22 @@ def _processor() -> tuple[str, list[str]]:
         return platform.processor() or platform.machine(), []
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
-    found = [flag for flag in flags[1].split() if _FEATURES.fullmatch(flag)] if flags else []
-    return name[1] if name else platform.machine(), found
+    features = [flag for flag in flags[1].split() if _FEATURES.fullmatch(flag)] if flags else []
+    return name[1] if name else platform.machine(), features
 
 
 def backends() -> dict[str, bool]:
-    """The process groups that this torch can make."""
+    """Which backends of torch.distributed this torch has."""
     if not dist.is_available():
         return {"gloo": False, "nccl": False, "mpi": False}
     return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
 
 
 def kernels() -> dict[str, dict[str, str]]:
-    """Which kernel runs each codec, on each kind of device that there is."""
+    """Which kernel runs each codec, on each kind of device of this machine."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KernelWarning)  # a fault says it
+        warnings.simplefilter("ignore", KernelWarning)  # reported as a fault
         return {name: {device: _kernel(name, device) for device in devices} for name in list_codecs()}
 
 
@@ -126,15 +126,15 @@ def _kernel(codec: str, device: str) -> str:
     try:
         return which_kernel(codec, device)
     except (OSError, AttributeError):
-        return "broken"  # a fault says why
+        return "broken"  # reported as a fault, with the reason
 
 
-# -- what is wrong ----------------------------------------------------------------------------------------------------
+# -- faults and hints -------------------------------------------------------------------------------------------------
 
 
 def _torch_faults() -> list[Finding]:
-    found = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if found >= OLDEST:
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if version >= OLDEST:
         return []
     wanted = ".".join(map(str, OLDEST))
     return [Finding(f"torch {torch.__version__} is older than {wanted}", f"pip install 'torch>={wanted}'")]
@@ -143,11 +143,11 @@ def _torch_faults() -> list[Finding]:
 def _kernel_faults() -> list[Finding]:
     wanted = os.environ.get("NARROWCAST_KERNEL", "")
     if wanted == "reference":
-        what = "NARROWCAST_KERNEL=reference is set: the plain-torch reference runs, right but slow"
+        what = "NARROWCAST_KERNEL=reference is set: the plain-torch reference runs, which is right but slow"
         return [Finding(what, "unset NARROWCAST_KERNEL")]
     wrong = _core_faults(wanted)
     if torch.cuda.is_available():
-        triton, why = gpu.load()
+        triton, why = triton_kernels.load()
         wrong += [] if triton else [_slow("cuda", why)]
     return wrong
 
@@ -157,50 +157,49 @@ def _core_faults(wanted: str) -> list[Finding]:
         core, why = binding.load(wanted.removeprefix("native/"))
     except (OSError, AttributeError) as error:
         fix = "unset NARROWCAST_CORE" if "NARROWCAST_CORE" in os.environ else REINSTALL
-        return [Finding(f"the native core cannot be loaded, and nothing runs on the CPU: {error}", fix)]
+        return [Finding(f"the native core cannot be loaded, and no codec runs on the CPU: {error}", fix)]
     return [] if core else [_slow("cpu", why, "unset NARROWCAST_KERNEL" if wanted else "")]
 
 
 def _slow(device: str, why: str, fix: str = "") -> Finding:
-    """The kernels' own words: what is missing, and behind the last colon the command that installs it."""
+    """A fault from a kernel's own message: the reason, and after the last colon the command that fixes it."""
     if not fix:
         what, _, fix = why.rpartition(": ")
         why = re.sub(r"\.? (and run|Run|Install it with)$", "", what)
-    return Finding(f"the plain-torch reference runs on {device}, right but slow: {why}", fix)
+    return Finding(f"the plain-torch reference runs on {device}, which is right but slow: {why}", fix)
 
 
 def _backend_faults() -> list[Finding]:
-    found = backends()
+    available = backends()
     needed = ["gloo", *(["nccl"] if torch.cuda.is_available() else [])]
     return [
-        Finding(f"this torch has no {name}: no process group on {where}", "pip install --force-reinstall torch")
+        Finding(f"this torch has no {name}, so no process group runs on {where}", "pip install --force-reinstall torch")
         for name, where in zip(needed, ("the CPU", "GPUs"), strict=False)
-        if not found[name]
+        if not available[name]
     ]
 
 
-def _checks(advance: Callable[[], object]) -> tuple[list[dict[str, Any]], list[Finding]]:
+def _compare_kernels(advance: Callable[[], object]) -> tuple[list[dict[str, Any]], list[Finding]]:
     """Whether each kernel gives the reference's bytes."""
     checks: list[dict[str, Any]] = []
     wrong: list[Finding] = []
     for kernel, device in compiled():
         try:
-            differ = agreement.differing(kernel, device, advance)
-        except Exception as error:  # a kernel may fail in any way: a driver, a compiler, a library
-            differ = [("all", f"it fails: {type(error).__name__}: {error}")]
+            differ = agreement.find_differences(kernel, device, advance)
+        except Exception as error:  # of any kind: from a driver, a compiler, a library
+            differ = [("all", f"raises {type(error).__name__}: {error}")]
         tried = {"settings": len(agreement.specs()), "codecs": len(list_codecs())}
         checks.append({"kernel": kernel.name, "device": device.type, **tried, "differ": differ})
         if differ:
-            some = "; ".join(f"{spec} ({what})" for spec, what in differ[:3])
+            some = "; ".join(f"{spec} ({difference})" for spec, difference in differ[:3])
             what = f"{kernel.name} and the reference disagree in {len(differ)} settings: {some}"
-            wrong.append(
-                Finding(what, "export NARROWCAST_KERNEL=reference, and report it with narrowcast doctor --json")
-            )
+            fix = "export NARROWCAST_KERNEL=reference, and report the output of narrowcast doctor --json"
+            wrong.append(Finding(what, fix))
     return checks, wrong
 
 
 def compiled() -> list[tuple[Any, torch.device]]:
-    """The kernels to check; none where the core cannot be loaded, which is a fault of its own."""
+    """The kernels to check; none where the core cannot be loaded, which is reported as a fault."""
     try:
         return list(agreement.kernels())
     except (OSError, AttributeError):
@@ -216,6 +215,6 @@ def _hints() -> list[Finding]:
     if Path("/proc/driver/nvidia/version").exists() and torch.version.cuda is None:
         index = "https://download.pytorch.org/whl/cu130"
         hints.append(
-            Finding("there is an NVIDIA driver, and this torch has no CUDA", f"pip install torch --index-url {index}")
+            Finding("there is an NVIDIA driver, but this torch has no CUDA", f"pip install torch --index-url {index}")
         )
     return hints

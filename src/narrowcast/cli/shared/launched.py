@@ -1,4 +1,4 @@
-"""What torchrun says about this process: which of how many it is. Without torchrun, it is the only one."""
+"""The rank of this process and the number of processes, as torchrun sets them; 0 and 1 without torchrun."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 
 def world() -> int:
-    """How many processes there are."""
+    """The number of processes."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """Which of them this is."""
+    """The number of this process."""
     return int(os.environ.get("RANK", "0")) if world() > 1 else 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowcast.cli.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
+from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
 from narrowcast.errors import MissingFileError, ShapeError
 
 SMALL = GPTConfig(layers=2, width=32, heads=2, context=16)
@@ -95,7 +95,7 @@ def test_tokens_of_a_wrong_shape_are_named_with_the_cut_that_fits(shape: tuple[i
 
 @pytest.mark.parametrize("wrong", [{"heads": 3}, {"layers": 0}, {"context": 0}])
 def test_a_shape_that_cannot_be_is_refused_with_one_that_can(wrong: dict[str, int]) -> None:
-    with pytest.raises(ShapeError, match=r"heads share the width evenly.*For example: GPTConfig\("):
+    with pytest.raises(ShapeError, match=r"heads must divide width.*For example: GPTConfig\("):
         GPTConfig(**wrong)
 
 
@@ -118,7 +118,7 @@ def test_the_text_is_the_same_each_time() -> None:
 
 def test_a_python_without_source_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(MissingFileError, match=r"no Python source in .*Use a Python that has it"):
+    with pytest.raises(MissingFileError, match=r"holds no Python source: .*Use a Python that has it"):
         stdlib_text()
 
 

@@ -1,7 +1,7 @@
-"""Arrays in .npy files: floats that torch has too, read without loading what is not looked at, never a pickle.
+"""Arrays in .npy files: floats that torch also has, mapped, never a pickle.
 
-The format has no name for bfloat16: numpy writes such an array as two bytes of anything ("V2"), which is refused, as
-is to write one.
+The format has no name for bfloat16. numpy writes such an array as two bytes of no type ("V2"). Reading and writing one
+is refused.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ FLOATS = ("float16", "float32", "float64")
 
 
 def read(path: Path) -> Tensor:
-    """The array of a file, mapped."""
+    """Map the array of a file."""
     try:
-        # "c": pages are copied when they are written to, which nobody does. torch warns of memory that is read-only.
+        # "c" is copy on write. Nothing writes to the array, but torch warns of memory that is read-only.
         array = np.load(path, mmap_mode="c", allow_pickle=False)
     except (ValueError, EOFError) as error:
         why = str(error).rstrip(".")
         raise CheckpointError(
-            f"{path}: not a whole .npy file of numbers: {why}. It was cut off, or holds Python objects, which are "
-            "never read. Write it again with numpy.save."
+            f"{path}: not a whole .npy file of numbers: {why}. It is truncated, or holds Python objects, which are "
+            "not read. Write it again with numpy.save."
         ) from error
     if not isinstance(array, np.ndarray):
-        raise CheckpointError(f"{path}: holds several arrays (.npz) under another name. Save each one by numpy.save.")
+        raise CheckpointError(f"{path}: is a renamed .npz file of several arrays. Save each array with numpy.save.")
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     if native.dtype.name not in FLOATS:
-        usual = " Usually it was bfloat16, which .npy has no name for." if native.dtype.kind == "V" else ""
+        usual = " The usual cause is bfloat16, which .npy has no name for." if native.dtype.kind == "V" else ""
         raise DtypeError(
             f"{path}: holds {native.dtype.name}, and codecs take {', '.join(FLOATS)}.{usual} Save it as "
-            'array.astype("float32"), or as .safetensors, which knows bfloat16.'
+            'array.astype("float32"), or as .safetensors, which has bfloat16.'
         )
     return torch.from_numpy(native)
 

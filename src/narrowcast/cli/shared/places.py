@@ -1,4 +1,4 @@
-"""The files that a command reads and writes: what their names must be, before any of them is opened."""
+"""The paths that a command reads and writes, checked before any file is opened."""
 
 from __future__ import annotations
 
@@ -9,44 +9,46 @@ from narrowcast.errors import CheckpointError, MissingFileError, PlotError, Targ
 
 
 def check_source(path: Path, endings: tuple[str, ...]) -> None:
-    """Refuse a source that is not there, or is no file of these kinds."""
+    """Refuse a source that does not exist, or is not a file with one of these endings."""
     if not path.exists():
         raise MissingFileError(f"SRC={str(path)!r}: no such file. Check the path.")
     if path.is_dir():
-        raise CheckpointError(f"SRC={str(path)!r}: is a folder. Name a file; folders are for narrowcast quantize.")
+        raise CheckpointError(
+            f"SRC={str(path)!r}: is a folder. Name a file, or use narrowcast quantize, which takes folders."
+        )
     if path.suffix not in endings:
         raise CheckpointError(f"SRC={str(path)!r}: expected a file that ends in {' or '.join(endings)}.")
 
 
 def check_target(path: Path, endings: tuple[str, ...], source: Path, overwrite: bool) -> None:
-    """Refuse a target that is of another kind, is taken, or has no folder to be in."""
+    """Refuse a target with another ending, one that exists, or one that cannot be written."""
     if path.suffix not in endings:
-        raise TargetError(f"DST={str(path)!r}: a file that ends in {' or '.join(endings)} is written.")
+        raise TargetError(f"DST={str(path)!r}: the name of the file to write must end in {' or '.join(endings)}.")
     if path.exists() and path.samefile(source):
-        raise TargetError(f"DST={str(path)!r}: is the source. Name another file; the original is never changed.")
+        raise TargetError(f"DST={str(path)!r}: is the source. The source is never changed: name another file.")
     check_place(f"DST={str(path)!r}", path, overwrite)
 
 
 def check_picture(option: str, path: Path) -> None:
-    """Refuse a picture of another kind, or in a place where it cannot be drawn. One that is there will be replaced."""
+    """Refuse a picture with another ending, or one that cannot be written. A picture that exists is replaced."""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise PlotError(f"{option} {str(path)!r}: draws .png, .svg or .pdf. Give one of these endings.")
+        raise PlotError(f"{option} {str(path)!r}: the name must end in .png, .svg or .pdf.")
     check_place(f"{option} {str(path)!r}", path, overwrite=True)
 
 
 def check_place(what: str, path: Path, overwrite: bool) -> None:
-    """Refuse a file to be written, which errors call `what`, that is taken or has no folder to be in."""
+    """Refuse a file that exists (unless `overwrite`) or cannot be written. Errors call it `what`."""
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise TargetError(f"{what}: there is no folder {str(path.parent)!r}. Make it first.")
+        raise TargetError(f"{what}: there is no folder {str(path.parent)!r}. Create it first.")
     if path.is_dir():
         raise TargetError(f"{what}: is a folder. Name a file in it.")
     if path.exists() and not overwrite:
-        raise TargetError(f"{what}: is there already. Pass --overwrite, or name another file.")
+        raise TargetError(f"{what}: exists already. Pass --overwrite, or name another file.")
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise TargetError(
-            f"{what}: nothing can be written to {str(path.parent)!r}: {error.strerror}. Name a folder that you may "
+            f"{what}: cannot write to the folder {str(path.parent)!r}: {error.strerror}. Name a folder that you may "
             "write to."
         ) from error

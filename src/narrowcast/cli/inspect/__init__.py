@@ -1,0 +1,105 @@
+"""`narrowcast inspect`: what a checkpoint holds, what each codec loses on it, and the best mix of codecs under a size.
+
+This module has the arguments and the order of the work. `weights.py` finds the weights of a checkpoint, `report.py`
+writes tables, JSON and rules, `plot.py` draws the figure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from narrowcast.cli.shared.bars import share_bar
+from narrowcast.cli.shared.failing import refuse
+from narrowcast.cli.shared.places import check_picture, check_place
+from narrowcast.cli.shared.specs import split_specs
+from narrowcast.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from narrowcast.cli.inspect.report import Line
+    from narrowcast.cli.inspect.weights import Weight
+    from narrowcast.codecs import Codec
+
+CODECS = "int8,int6,int5,int4,nf4,apot4,int3,int2"
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A safetensors file, or a folder with one, or with shards.")],
+    codecs: Annotated[str, typer.Option(help="The codecs to try, separated by commas.")] = CODECS,
+    plot: Annotated[Path | None, typer.Option(help="Draw the ratios into this file (png, svg or pdf).")] = None,
+    budget: Annotated[float | None, typer.Option(help="Bits per weight: find the best mix of the codecs.")] = None,
+    rules_out: Annotated[Path | None, typer.Option(help="Write the mix of --budget to this file, as TOML.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --rules-out.")] = False,
+    skip: Annotated[list[str] | None, typer.Option(help="Leave out modules whose names match (regex).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show each weight's shape, range, and signal-to-noise ratio in several codecs.
+
+    With --budget, choose a codec for each weight so that the model has little noise at that many bits per weight,
+    scales included. --rules-out writes the mix as rules for `narrowcast quantize --rules` and `quantize_(rules=...)`.
+
+    Example: narrowcast inspect model/ --budget 4.5 --rules-out rules.toml
+    """
+    if plot is not None:
+        check_picture("--plot", plot)
+        from narrowcast.cli.inspect.plot import draw  # before the work: matplotlib may be missing
+    if rules_out is not None:
+        if budget is None:
+            refuse(
+                f"--rules-out {str(rules_out)!r} writes the mix that --budget finds. Add, for example, --budget 4.5."
+            )
+        check_place(f"--rules-out {str(rules_out)!r}", rules_out, overwrite)
+
+    from narrowcast.checkpoint.files import new_file
+    from narrowcast.cli.inspect import report
+    from narrowcast.cli.inspect.weights import weights_in
+    from narrowcast.codecs import codec as as_codec
+    from narrowcast.codecs.mix import mix_codecs
+
+    tried = list(dict.fromkeys(as_codec(spec) for spec in split_specs(codecs)))
+    skipped = [_parse_pattern(pattern) for pattern in skip or []]
+    weights, others = weights_in(path)
+    lines = _measure(weights, tried, skipped)
+    mix = None
+    if budget is not None:
+        free = [line.statistics for line in lines if line.why_not is None]
+        mix = mix_codecs(free, [codec.spec for codec in tried], budget)
+        if rules_out is not None:
+            with new_file(rules_out) as file:
+                file.write(report.rules(lines, mix).encode())
+    if plot is not None:
+        draw([line.statistics for line in lines if line.weight.codec is None], mix, plot)
+    if as_json:
+        print(json.dumps(report.as_dict(lines, mix, rules_out)))
+    else:
+        report.show(lines, others, tried, mix, rules_out)
+
+
+def _parse_pattern(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise SpecError(f"--skip {pattern!r}: not a regular expression: {error}.") from error
+
+
+def _measure(weights: Sequence[Weight], codecs: Sequence[Codec], skipped: Sequence[re.Pattern[str]]) -> list[Line]:
+    from narrowcast.cli.inspect.report import Line, why_not
+    from narrowcast.codecs.sensitivity import measure
+
+    lines = []
+    with share_bar("measuring") as progress:
+        task = progress.add_task("", total=sum(weight.rows * weight.columns for weight in weights))
+        for weight in weights:
+            progress.update(task, description=weight.name)
+            # A weight that is encoded already is not encoded again.
+            tried = codecs if weight.codec is None else []
+            advance = lambda count: progress.advance(task, count)  # noqa: E731
+            statistics = measure(weight.name, weight.rows, weight.columns, weight.open(), tried, advance=advance)
+            lines.append(Line(weight, statistics, why_not(weight, statistics, skipped)))
+    return lines
