@@ -12,12 +12,12 @@ import torch
 from campaign import campaign
 from hypothesis import example, given
 from hypothesis import strategies as st
-from processes import in_interpreter
 from torch import Tensor
 
 from cases import CODECS, DTYPES, FLT_MAX, kernels, mixed, same_bits
 from narrowcast.kernels import reference
 from narrowcast.kernels import triton as gpu
+from processes import in_interpreter
 
 TRITON = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

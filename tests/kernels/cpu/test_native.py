@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import holds_in_a_fork
 from torch import Tensor
 
 import narrowcast as nc
 from narrowcast.errors import KernelWarning
 from narrowcast.kernels import operators, reference
 from narrowcast.kernels.cpu import binding
+from processes import holds_in_a_fork
 
 FLT_MAX = torch.finfo(torch.float32).max
 BITS_OF = {
