@@ -22,7 +22,7 @@ EXTRAS = {
 
 # Each part, and the other parts of narrowcast that it may import. Everything above integrations may be imported by it.
 BELOW = {"errors", "kernels", "codecs"}
-ABOVE = BELOW | {"distributed", "nn", "checkpoint", "sensitivity"}
+ABOVE = BELOW | {"distributed", "nn", "checkpoint"}
 ARROWS = {
     "errors": set(),
     "kernels": {"errors"},
@@ -30,10 +30,10 @@ ARROWS = {
     "distributed": BELOW,
     "nn": BELOW,
     "checkpoint": BELOW | {"nn"},
-    "sensitivity": BELOW,
+    "byte_gpt": {"errors"},
     "integrations": ABOVE,
     "compat": ABOVE,
-    "cli": ABOVE | {"integrations", "compat"},
+    "cli": ABOVE | {"integrations", "compat", "byte_gpt"},
     "public": ABOVE | {"integrations", "compat"},
 }
 
@@ -237,9 +237,9 @@ def test_every_part_of_the_house_has_arrows() -> None:
         ("import pandas", "narrowcast.codecs.base", ["pandas"]),
         ("import transformers", "narrowcast.nn.modules.linear", ["transformers"]),
         ("import transformers", "narrowcast.integrations.transformers", []),
-        ("from narrowcast.kernels import ops\nimport torch, math", "narrowcast.codecs.base", []),
+        ("from narrowcast.kernels import operators\nimport torch, math", "narrowcast.codecs.base", []),
         ("from .layout import Format", "narrowcast.kernels.operators", []),
-        ("from narrowcast.distributed import lane", "narrowcast.cli.bench", []),
+        ("from narrowcast.distributed import entry", "narrowcast.cli.bench", []),
     ],
 )
 def test_the_checker_of_arrows_can_fail(source: str, module: str, wrong: list[str]) -> None:
@@ -323,7 +323,7 @@ def test_the_package_is_typed() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_file_is_over_350_lines_and_each_says_what_it_is(module: str) -> None:
+def test_no_file_is_over_300_lines_and_each_says_what_it_is(module: str) -> None:
     text = MODULES[module].read_text()
-    assert len(text.splitlines()) <= 350
+    assert len(text.splitlines()) <= 300
     assert ast.get_docstring(ast.parse(text))

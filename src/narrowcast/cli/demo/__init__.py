@@ -20,13 +20,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from narrowcast.cli.demo.ways import WAYS
 from narrowcast.cli.shared.places import check_picture
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
-
-WAYS = {"fp32": "fp32", "int8": "int8", "int4": "int4, error feedback"}
-"""The codecs of the gradients, and their titles."""
 
 RANKS = 2
 

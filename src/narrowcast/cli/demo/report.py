@@ -16,8 +16,8 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.byte_gpt import ByteGPT, batches, loss_of, stdlib_text
 from narrowcast.checkpoint.files import new_file
-from narrowcast.cli.demo import WAYS
 from narrowcast.cli.demo.ranks import SHAPE
+from narrowcast.cli.demo.ways import WAYS
 
 EVALUATED = 24
 """Batches of held-out text over which a loss is averaged."""
