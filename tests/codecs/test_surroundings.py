@@ -14,7 +14,7 @@ from cases import CODECS, OF_EACH_FAMILY, mixed, same_bits
 from narrowcast.codecs import registry
 from narrowcast.kernels import reference
 from narrowcast.kernels.layout import Recipe
-from narrowcast.nn.qat.grids import codec_grid
+from narrowcast.nn.qat.grids import codec_grid, has_unsigned
 from narrowcast.nn.qat.observers import OBSERVERS
 
 SEED = 3
@@ -71,7 +71,7 @@ def test_the_levels_of_additive_powers_of_two_are_fp64_on_the_cpu(ambient: str) 
 
 def test_grids_of_training_are_the_same(ambient: str) -> None:
     for spec in TRAINED:
-        for signed in (True, False) if nc.nn.grids.has_unsigned(nc.codec(spec)) else (True,):
+        for signed in (True, False) if has_unsigned(nc.codec(spec)) else (True,):
             expected = plainly(lambda spec=spec, signed=signed: codec_grid(spec, signed))
             found = codec_grid(spec, signed)
             for one, other in zip(found.kernel[:2], expected.kernel[:2], strict=True):

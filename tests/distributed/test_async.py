@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cases import mixed
 from narrowcast import distributed as ncd
-from narrowcast.distributed import launch
 from narrowcast.distributed.encoder import Encoder
+from narrowcast.distributed.transport.lane import Lane
 from narrowcast.errors import CollectiveError
 
 SIZES = (3, 700, 60_000, 0, 128, 9_000)
@@ -204,12 +204,12 @@ def known_memory(rank: int) -> None:
     On CUDA these are the ones whose memory the allocator keeps until the side stream is done with it.
     """
     known, used = set(), set()
-    plain_start, plain_encode = launch.start, Encoder.encode
-    plain_decode, plain_sum, plain_sum_encode = Encoder.decode, Encoder.sum, Encoder.sum_encode
+    plain_start, plain_encode, plain_decode = Lane.start, Encoder.encode, Encoder.decode
+    plain_sum, plain_sum_encode = Encoder.decode_sum, Encoder.decode_sum_encode
 
-    def start(peers: Any, op: str, job: Any, tensors: Any, async_op: bool) -> Any:
+    def start(self: Lane, op: str, job: Any, tensors: Any, async_op: bool) -> Any:
         known.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
-        return plain_start(peers, op, job, tensors, async_op)
+        return plain_start(self, op, job, tensors, async_op)
 
     def note(*tensors: Tensor) -> None:
         used.update(tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel())
@@ -230,8 +230,8 @@ def known_memory(rank: int) -> None:
         note(own)
         plain_sum_encode(self, data, own, *rest)
 
-    launch.start = start
-    Encoder.encode, Encoder.decode, Encoder.sum, Encoder.sum_encode = encode, decode, summed, sum_encode  # type: ignore[method-assign]
+    Lane.start, Encoder.encode, Encoder.decode = start, encode, decode  # type: ignore[method-assign]
+    Encoder.decode_sum, Encoder.decode_sum_encode = summed, sum_encode  # type: ignore[method-assign]
 
     def gaps(*shape: int) -> Tensor:
         return torch.ones(*shape[:-1], 2 * shape[-1])[..., ::2]

@@ -184,6 +184,8 @@ TEXTS: dict[tuple[str, str], Callable[[Block], bool] | str] = {
     ("format.md", "-1.0  "): levels_are_those_of_nf4,
     ("format.md", "3f b0 "): row_is_one_of_the_asserts_below,
     ("format.md", "[codes][gap]"): "a picture, which the row and its asserts make exact",
+    ("architecture.md", "errors <- kernels"): "arrows, which tests/test_architecture.py checks",
+    ("architecture.md", "ddp hook ->"): "the way of a gradient, in words",
     ("bounds.md", "B = "): "a formula; the page's own code holds errors against it",
 }
 
@@ -201,6 +203,6 @@ def test_plain_text_says_what_is_so(block: Block) -> None:
 
 
 def test_a_map_of_what_is_not_there_is_found() -> None:
-    text = "src/narrowcast/\n  errors.py    words\n  nn/    words\n    linear.py, lineal.py    x.py\n    gpu_*.py\n"
+    text = "src/narrowcast/\n  errors.py    words\n  nn/    words\n    quantize.py, quantise.py    x.py\n    gpu_*.py\n"
     text += "tests/\nbenches/\n"
-    assert missing(text) == ["lineal.py", "gpu_*.py", "benches/"]
+    assert missing(text) == ["quantise.py", "gpu_*.py", "benches/"]

@@ -317,7 +317,7 @@ def test_packed_layers_compute_what_the_trained_ones_do(
     with torch.no_grad():
         trained = layer(x)
         assert torch.equal(fresh.eval()(x), trained)
-        quantized = layer._input(x).double()
+        quantized = layer.quantized_input(x).double()
         exact = copy.deepcopy(fresh)
         weight = exact.quantized_weight().detach().double()
         plain = exact._plain_class.forward

@@ -304,7 +304,7 @@ def test_ranks_that_ask_for_different_plans_get_the_same_error() -> None:
 def in_another_order(rank: int) -> str:
     peers = group_for(dist.distributed_c10d._get_default_group(), torch.device("cpu"))
     with pytest.raises(errors.MismatchError) as caught:
-        measure_codecs([nc.codec(name) for name in ["int8", "int4"][:: 1 - 2 * rank]], peers=peers)
+        measure_codecs([nc.codec(name) for name in ["int8", "int4"][:: 1 - 2 * rank]], group=peers)
     return str(caught.value)
 
 

@@ -98,7 +98,7 @@ def _wait_in_a_row(rank: int, first: int) -> Any:
     ncd.all_reduce(torch.ones(1000))
     dist.barrier()
     if rank == 2:
-        (made,) = (peer for of_group in peers._made.values() for peer in of_group.values())
+        (made,) = (peer for of_group in peers._known.values() for peer in of_group.values())
         made._wire.gloo.targets.reverse()  # type: ignore[union-attr]
         faults.at("a header", faults.stop)  # rank 1 has it, rank 0 has not
     elif rank != first:

@@ -49,7 +49,7 @@ def _use(rank: int, group: Any = None) -> float:
 
 
 def _made() -> int:
-    return sum(len(of_group) for of_group in peers._made.values())
+    return sum(len(of_group) for of_group in peers._known.values())
 
 
 def _again_and_again(rank: int, way: str, place: str) -> Any:
@@ -65,7 +65,7 @@ def _again_and_again(rank: int, way: str, place: str) -> Any:
             how = {"store": dist.PrefixStore(str(number), store)}
         dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit, **how)
         total = _use(rank)
-        alive = [weakref.ref(made) for of_group in peers._made.values() for made in of_group.values()]
+        alive = [weakref.ref(made) for of_group in peers._known.values() for made in of_group.values()]
         assert len(alive) == 2
         assert _ours()
         dist.barrier()
