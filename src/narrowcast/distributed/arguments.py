@@ -14,7 +14,7 @@ from narrowcast.codecs import codec as as_codec
 from narrowcast.errors import CollectiveError, DtypeError, ShapeError, SpecError
 
 MOST_TAG = (1 << 30) - 8
-"""Tags of messages are below this: each takes two of gloo's, which are 31-bit numbers (wire.py)."""
+"""Tags of messages are below this: each takes two of gloo's, which are 31-bit numbers (transport/gloo.py)."""
 
 
 def members(group: dist.ProcessGroup | None, op: str) -> dist.ProcessGroup | None:

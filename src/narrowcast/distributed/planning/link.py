@@ -70,7 +70,7 @@ class Link:
     ring_bytes_per_s: float | None = None
     """Of the ring; None: as `bandwidth_bytes_per_s`."""
     overlap: float = 1.0
-    """How much of encoding and decoding happens while rows are on their way, where there are pieces enough."""
+    """How much of encoding and decoding happens while rows are on their way, where there are chunks enough."""
     drag: float = 1.0
     """How many times longer a reduction takes than its coding and its wire together, where these get in each other's
     way: on a link that is as fast as memory, both want the same cores and caches."""

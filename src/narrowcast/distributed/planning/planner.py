@@ -198,7 +198,7 @@ def _calibrated(link: Link, group: Group, codec: Codec, speed: CodecSpeed, large
     while numel > 1 and predicted(numel, 0.0) > STREAM_S:
         numel //= 2
     most, least = predicted(numel, 0.0), predicted(numel, 1.0)
-    if most <= 1.02 * least:  # one piece, or a wire that is far slower than coding: it makes no difference
+    if most <= 1.02 * least:  # one chunk, or a wire that is far slower than coding: it makes no difference
         return link
     x = torch.randn(numel, dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(0)).to(
         group.device

@@ -68,7 +68,7 @@ def predict(
 
     By default that is `all_reduce`. With `gradients` it is what `compress_gradients` does, with `error_feedback` as
     given there. `eager` is what rides along with a header, 0 on NCCL, where there is no header and a tensor is one
-    piece.
+    chunk.
     """
     coding_each = _coding_s(ranks, speed)
     if gradients:
@@ -76,18 +76,18 @@ def predict(
     total = wire = coding = 0.0
     sent = 0
     for numel, count in Counter(buckets).items():
-        nbytes, pieces, trips = _traffic(numel, ranks, codec, eager, gradients)
+        nbytes, chunks, trips = _traffic(numel, ranks, codec, eager, gradients)
         on_wire = trips * link.latency_s + nbytes / link.bandwidth_bytes_per_s
-        on_wire += (trips - 2 + 2 * pieces) * (ranks - 1) * link.message_s
+        on_wire += (trips - 2 + 2 * chunks) * (ranks - 1) * link.message_s
         at_work = numel * coding_each
-        hidden = link.overlap * (1 - 1 / pieces)
+        hidden = link.overlap * (1 - 1 / chunks)
         total += count * link.drag * (max(on_wire, at_work) + min(on_wire, at_work) * (1 - hidden))
         wire, coding, sent = wire + count * on_wire, coding + count * at_work, sent + count * nbytes
     return Prediction(codec.spec, total, wire, coding, sent, speed.noise)
 
 
 def _traffic(numel: int, ranks: int, codec: Codec, eager: int, gradients: bool) -> tuple[int, int, int]:
-    """Bytes that a rank sends, pieces, and trips that nothing hides."""
+    """Bytes that a rank sends, chunks, and trips that nothing hides."""
     if gradients:
         chunks = layout.lay_out([layout.Gradient("", 0, numel, False)], ranks, at_once=not eager)
         parts = [chunk.columns for chunk in chunks]

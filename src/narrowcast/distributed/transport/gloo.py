@@ -27,9 +27,9 @@ EAGER = 128 * 1024
 bench/wire.py, 128 was best by 1 to 4%, which is hardly more than the noise."""
 
 SHORT = 14_000
-"""Messages of up to so many bytes, ten packets, leave at once on a connection that is idle: one has come whole, or not
-begun. Longer rows have a tail (message.py). A thread that waits for them instead took eight ranks on two cores a fifth
-of the time of an all_reduce."""
+"""Messages of up to so many bytes, ten packets, leave at once on a connection that is idle: such a message has come
+whole, or has not begun. Longer rows have a tail (gloo_messages.py). A thread that waits for them instead took eight
+ranks on two cores a fifth of the time of an all_reduce."""
 
 ROUNDS = 3
 """To each peer, so many rows may be on their way."""
