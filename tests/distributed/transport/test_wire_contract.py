@@ -57,13 +57,13 @@ class _Pageable(StagedWire):
 def _staged_here(rank: int, limit: float = LIMIT) -> Made:
     host, cpu = _gloo(rank, limit)
     assert isinstance(host, GlooWire)
-    return _Pageable(host, cpu), cpu
+    return _Pageable(host), cpu
 
 
 def _staged(rank: int, limit: float = LIMIT) -> Made:
     host, device = _gloo(rank, limit)[0], torch.device("cuda", 0)
     assert isinstance(host, GlooWire)
-    return StagedWire(host, device), device
+    return StagedWire(host), device
 
 
 def _nccl(rank: int, limit: float = LIMIT) -> Made:

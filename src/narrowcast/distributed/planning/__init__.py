@@ -1,1 +1,7 @@
-"""Which codec pays on which link."""
+"""Which codec pays on which link: codec="auto" and `narrowcast plan`.
+
+link          what lies between ranks, measured or on paper
+codec_speed   how fast each codec is here
+prediction    how long a step's reductions take
+planner       the choice
+"""

@@ -148,7 +148,7 @@ class Group:
             return host
         if self.nccl:
             return NcclWire(host, self.connections.page(self._generation))
-        return StagedWire(host, self.device)
+        return StagedWire(host)
 
     def _fail(self, failure: Failure) -> None:
         wire, self._wire = self._wire, None

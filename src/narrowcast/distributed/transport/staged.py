@@ -17,11 +17,10 @@ from narrowcast.distributed.transport.gloo import GlooWire
 class StagedWire:
     """`Wire` for rows on a CUDA device, on top of one for host memory."""
 
-    def __init__(self, host: GlooWire, device: torch.device) -> None:
+    def __init__(self, host: GlooWire) -> None:
         self.host = host
         self.rank, self.size = host.rank, host.size
         self.turns, self.eager, self.chunks = host.turns, host.eager, host.chunks
-        self._device = device
         self._buffers = Buffers()
         self._sent = self._expected = 0
 
