@@ -42,20 +42,13 @@ def product(value, scale, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def add_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, FORM: tl.constexpr, TILE: tl.constexpr,
-              SUM: tl.constexpr, FUSED: tl.constexpr, BYTEWISE: tl.constexpr):  # fmt: skip
-    """The tile's sum over ranks, in order, and where it is FUSED the bits of each block's largest scale.
-
-    `SUM.ranks` is 0 where their number is only known when the kernel runs. Where it is known, rank r is read by
-    `load_bytewise` if bit r % 8 of BYTEWISE says so.
-    """
+def first_rank(codes, scales, zeros, levels, own, limit, left, FORM: tl.constexpr, TILE: tl.constexpr,
+               SUM: tl.constexpr, FUSED: tl.constexpr):  # fmt: skip
+    """The tile of rank 0, with which a sum begins."""
     ELEMENT: tl.constexpr = FORM.element
     SCALE: tl.constexpr = FORM.scale
     RANKS: tl.constexpr = SUM.ranks
     OWN_RANK: tl.constexpr = SUM.own_rank
-    codes_apart: tl.constexpr = 16 // SUM.code_size
-    scales_apart: tl.constexpr = 16 // FORM.scale_size
-    largest = tl.zeros([TILE.groups, 1], tl.int32)
     if OWN_RANK == 0:
         total = load_floats(own, limit, TILE, False)
     else:
@@ -70,6 +63,25 @@ def add_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, 
     if ELEMENT == INT and (OWN_RANK == 0 or not FUSED) and (OWN_RANK != 0 or RANKS != 1):
         # A zero times a negative scale is a zero all the same: once the sum is no -0.0, no term makes it one.
         total = total + 0.0
+    return total
+
+
+@triton.jit
+def add_ranks(codes, scales, zeros, levels, own, limit, left, row_bytes, ranks, FORM: tl.constexpr, TILE: tl.constexpr,
+              SUM: tl.constexpr, FUSED: tl.constexpr, BYTEWISE: tl.constexpr):  # fmt: skip
+    """The tile's sum over ranks, in order, and where it is FUSED the bits of each block's largest scale.
+
+    `SUM.ranks` is 0 where their number is only known when the kernel runs. Where it is known, rank r is read by
+    `load_bytewise` if bit r % 8 of BYTEWISE says so.
+    """
+    ELEMENT: tl.constexpr = FORM.element
+    SCALE: tl.constexpr = FORM.scale
+    RANKS: tl.constexpr = SUM.ranks
+    OWN_RANK: tl.constexpr = SUM.own_rank
+    codes_apart: tl.constexpr = 16 // SUM.code_size
+    scales_apart: tl.constexpr = 16 // FORM.scale_size
+    largest = tl.zeros([TILE.groups, 1], tl.int32)
+    total = first_rank(codes, scales, zeros, levels, own, limit, left, FORM, TILE, SUM, FUSED)
     # Rows start at multiples of 16 bytes.
     apart = (row_bytes >> 4).to(tl.int64)
     if RANKS == 0:
