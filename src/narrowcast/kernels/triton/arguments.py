@@ -78,18 +78,10 @@ def searching(table: Tensor | None, anything: Tensor) -> dict[str, Any]:
 
 
 def summing(
-    data: Tensor,
-    recipe: Recipe,
-    numel: int,
-    tiles: Cut,
-    ranks: int,
-    own: Tensor | None,
-    own_rank: int,
-    divisor: int,
+    data: Tensor, stride: int, recipe: Recipe, tiles: Cut, own: Tensor, ranks: int, own_rank: int, divisor: int
 ) -> dict[str, Any]:
-    """The rows that are summed, and how."""
+    """The rows that are summed, `stride` bytes apart, and how. `own` is read where `own_rank` is a rank."""
     format = recipe.format
-    data, stride = readable(data)
     words = tiles.words(format.bits)
     code_size = 4 if words else max(format.bits // 8, 1)
     divide = "no" if divisor == 1 else "multiply" if divisor & (divisor - 1) == 0 else "divide"
@@ -103,7 +95,7 @@ def summing(
         "scales": seen(data, scale_size(format)),
         "data": data,
         "levels": data if recipe.table is None else cells(recipe.table).levels,
-        "own": data if own is None else loadable(own.contiguous()),
+        "own": own,
         "row_bytes": stride,
         "ranks": ranks,
         "divisor": factor,
