@@ -21,7 +21,7 @@ from narrowcast import distributed as ncd
 from narrowcast import errors
 from narrowcast.compat import quantization_hooks as ours
 from narrowcast.compat.quantization_hooks import quantization_perchannel_hook, quantization_pertensor_hook
-from narrowcast.distributed.transport.agreement import header_bytes
+from narrowcast.distributed.transport.agreement import HEADER_BYTES
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 CODECS: dict[Hook, str] = {
@@ -243,7 +243,7 @@ def test_a_hook_with_a_group_that_the_rank_is_not_in_says_so(played: Played) -> 
 def test_a_rank_sends_two_parts_of_each_bucket_and_no_block_more_than_it_has(played: Played) -> None:
     # Each of 3 ranks owns 4 blocks of 512: codes, a scale of 4 bytes and a zero point for each, a multiple of 16 bytes.
     row = -(-(4 * 512 + 4 * 4 + 4) // 16) * 16
-    assert played(3, counted) == [2 * 2 * row + 2 * header_bytes(3)] * 3
+    assert played(3, counted) == [2 * 2 * row + 2 * HEADER_BYTES] * 3
 
 
 def test_tiny_gradients_keep_their_eight_bits(played: Played) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from narrowcast import distributed as ncd
 from narrowcast.distributed.collective import Collective
 from narrowcast.distributed.encoder import Encoder
+from narrowcast.distributed.transport.agreement import Header, statement_bytes
 from narrowcast.distributed.transport.gloo import _HEADERS, EAGER, GlooWire
 from narrowcast.distributed.transport.group import Group
 
@@ -84,6 +85,11 @@ def at(place: str, action: Action) -> None:
         _patch(Encoder, "encode", action)
     elif place == "a header":
         _patch(GlooWire, "_send", action, after=True, when=lambda row, peer, tag: tag == _HEADERS)
+    elif place == "before a statement":  # of a second trip: ranks know that they disagree
+        _patch(Header, "statement", action)
+    elif place == "a statement":
+        size = statement_bytes(dist.get_world_size())
+        _patch(GlooWire, "_send", action, after=True, when=lambda row, peer, tag: tag == _HEADERS and len(row) == size)
     elif place == "after headers":
         _patch(GlooWire, "agree", action, after=True)
     elif place == "stage one":  # a row is on the wire

@@ -23,7 +23,7 @@ from torch.distributed.nn import functional as theirs
 import narrowcast as nc
 from cases import DTYPES, mixed, same_bits
 from narrowcast import distributed as ncd
-from narrowcast.distributed.transport.agreement import header_bytes
+from narrowcast.distributed.transport.agreement import HEADER_BYTES
 from narrowcast.errors import CollectiveError
 
 F = ncd.functional
@@ -238,7 +238,7 @@ def sent(function: Callable[[], Any]) -> tuple[Any, int]:
     ncd.reset_stats()
     result = function()
     found = ncd.stats().values()
-    return result, sum(op.sent_bytes - op.calls * header_bytes(2) for op in found)
+    return result, sum(op.sent_bytes - op.calls * HEADER_BYTES for op in found)
 
 
 def two_codecs(rank: int) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import narrowcast as nc
 from cases import mixed
 from narrowcast import distributed as ncd
-from narrowcast.distributed.transport.agreement import header_bytes
+from narrowcast.distributed.transport.agreement import HEADER_BYTES
 
 CODECS = ("raw", "int8", "int4:block=64", "sign", "nf4")
 
@@ -25,7 +25,7 @@ def of_one(op: str) -> ncd.OpStats:
 
 
 def counted(rank: int, world: int) -> None:
-    header = (world - 1) * header_bytes(world)
+    header = (world - 1) * HEADER_BYTES
     for spec in CODECS:
         codec = nc.codec(spec)
         for each in (128, 40 * 1280):  # below and above what travels with the header
@@ -58,7 +58,7 @@ def counted(rank: int, world: int) -> None:
                 work.wait()  # type: ignore[union-attr]
                 found = of_one("isend" if rank == 0 else "irecv")
                 sent = codec.row_bytes(numel) if rank == 0 else 0
-                assert found.sent_bytes == sent + header_bytes(2)
+                assert found.sent_bytes == sent + HEADER_BYTES
                 assert found.plain_bytes == (4 * numel if rank == 0 else 0)
 
 
@@ -78,7 +78,7 @@ def test_every_row_of_an_uneven_all_reduce_is_counted_where_it_is_sent() -> None
     owned = [384, 384, 232]  # 1000 elements in units of 128
     for rank, sent in enumerate(run(3, uneven)):
         others = sum(row(n) for peer, n in enumerate(owned) if peer != rank)
-        assert sent == others + 2 * row(owned[rank]) + 2 * header_bytes(3)
+        assert sent == others + 2 * row(owned[rank]) + 2 * HEADER_BYTES
 
 
 def broadcasts(rank: int) -> list[tuple[int, int]]:
@@ -94,7 +94,7 @@ def broadcasts(rank: int) -> list[tuple[int, int]]:
 def test_a_large_broadcast_leaves_the_source_once_and_the_others_pass_it_on() -> None:
     small, large = (nc.codec("int8").row_bytes(n) for n in (1000, 300_000))
     found = run(4, broadcasts)
-    header = 3 * header_bytes(4)
+    header = 3 * HEADER_BYTES
     assert [of_rank[0][0] for of_rank in found] == [header, header + 3 * small, header, header]
     pieces = [large // 4 + (i < large % 4) for i in range(4)]
     # The source hands a piece to each of the three others, and its own to all; they pass theirs on to two each.

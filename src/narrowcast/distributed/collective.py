@@ -19,8 +19,7 @@ from torch import Tensor
 from narrowcast.codecs import Codec, checks
 from narrowcast.distributed.encoder import Encoder, derive_seed
 from narrowcast.distributed.stats import Meter, span
-from narrowcast.distributed.transport import agreement
-from narrowcast.distributed.transport.agreement import Call
+from narrowcast.distributed.transport.agreement import HEADER_BYTES, Call, Header
 from narrowcast.distributed.transport.group import Group, group_for
 from narrowcast.distributed.transport.wire import Wire
 from narrowcast.distributed.transport.work import Work
@@ -90,7 +89,7 @@ class Collective:
         meter = Meter(self.name, self._plain_bytes)
         self.wire = wire
         self.encoder = Encoder(self.call.codec, self._seed, meter, self.group.buffers, self.group.device)
-        self._header = agreement.as_tensor(self.call.header(number, self.size))
+        self._header = Header(self.call, number, self.rank, self.size)
         try:
             self._protocol(self)
             wire.flush()
@@ -113,7 +112,7 @@ class Collective:
             self._count(0 if row is None else len(row))
             return row
 
-        self._count(self._header.numel() * (self.size - 1))
+        self._count(HEADER_BYTES * (self.size - 1))
         nothing = torch.empty(0, dtype=torch.uint8, device=self.group.device)
         self.wire.agree(self._header, along, incoming or [nothing] * self.size, meanwhile)
 
@@ -254,7 +253,8 @@ class Request:
         plain_bytes: int,
         sent: Counts = (),
         expected: Counts = (),
+        sizes: Counts | None = (),
     ) -> Work | None:
         group, seed = group_for(self.members, operands.written[0].device), seed_for(self.codec, self.seed)
-        call = Call(self.op, self.codec, words, sent, expected)
+        call = Call(self.op, self.codec, words, sent, expected, sizes)
         return Collective(group, call, protocol, plain_bytes=plain_bytes, seed=seed).launch(operands, self.async_op)

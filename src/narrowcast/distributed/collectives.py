@@ -122,7 +122,8 @@ def _reduce_scatter(request: Request, output: Tensor, parts: Sequence[Tensor], o
 
     sent, expected = tuple(len(row) for row in rows), (output.numel(),) * len(rows)
     plain = sum(arguments.nbytes(row) for row in rows) - arguments.nbytes(output)
-    return request.launch(f"{arguments.in_common(output)}, op={word}", protocol, operands, plain, sent, expected)
+    words = f"{arguments.in_common(output)}, op={word}"
+    return request.launch(words, protocol, operands, plain, sent, expected, sizes=sent)
 
 
 @collective
@@ -185,7 +186,7 @@ def _all_gather(request: Request, operands: Operands, outputs: Sequence[Tensor],
 
     sent, expected = (source.numel(),) * len(rows), tuple(output.numel() for output in outputs)
     plain = arguments.nbytes(source) * (len(rows) - 1)
-    return request.launch(arguments.in_common(source, codec), protocol, operands, plain, sent, expected)
+    return request.launch(arguments.in_common(source, codec), protocol, operands, plain, sent, expected, sizes=expected)
 
 
 @collective
@@ -210,7 +211,7 @@ def all_to_all(
     arguments.alike(inputs[0], outputs[0], "input_tensor_list[0]", "output_tensor_list[0]")
     operands = Operands(*output_tensor_list)
     request = Request("all_to_all", members, async_op, as_codec(codec), seed)
-    return _all_to_all(request, operands, outputs, inputs)
+    return _all_to_all(request, operands, outputs, inputs, even=False)
 
 
 @collective
@@ -240,11 +241,12 @@ def all_to_all_single(
     operands = Operands(output)
     outputs, inputs = list(operands.write(target).split(expected)), list(operands.read(source).split(sent))
     request = Request("all_to_all_single", members, async_op, as_codec(codec), seed)
-    return _all_to_all(request, operands, outputs, inputs)
+    even = not any(len(sizes) for sizes in (input_split_sizes, output_split_sizes) if sizes is not None)
+    return _all_to_all(request, operands, outputs, inputs, even=even)
 
 
 def _all_to_all(
-    request: Request, operands: Operands, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    request: Request, operands: Operands, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, even: bool
 ) -> Work | None:
     rank, codec = request.members.rank(), request.codec
     arguments.count(outputs[rank], inputs[rank].numel(), f"the output for rank {rank} itself", "what it sends itself")
@@ -260,7 +262,8 @@ def _all_to_all(
 
     sent, expected = tuple(part.numel() for part in inputs), tuple(part.numel() for part in outputs)
     plain = sum(arguments.nbytes(part) for part in inputs) - arguments.nbytes(inputs[rank])
-    return request.launch(arguments.in_common(inputs[0], codec), protocol, operands, plain, sent, expected)
+    words, sizes = arguments.in_common(inputs[0], codec), sent if even else None
+    return request.launch(words, protocol, operands, plain, sent, expected, sizes)
 
 
 @collective

@@ -19,7 +19,7 @@ from trained import FEW, SHAPES, Expected, Given, Named, given
 import narrowcast as nc
 from cases import same_bits
 from narrowcast.distributed.gradients.stats import BucketStats, GradientStats
-from narrowcast.distributed.transport.agreement import header_bytes
+from narrowcast.distributed.transport.agreement import HEADER_BYTES
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -236,7 +236,7 @@ def test_bytes_are_those_of_the_rows_and_headers(played: list[dict[str, Any]]) -
     for rank, of_rank in enumerate(played):
         for name, stats in of_rank["bytes_of"].items():
             there, back = _row_bytes(nc.codec(name), rank)
-            step = there + (WORLD - 1) * (back + header_bytes(WORLD))
+            step = there + (WORLD - 1) * (back + HEADER_BYTES)
             assert stats.sent_bytes == 2 * step, name
             assert stats.plain_bytes == 2 * (2 * 4 * numel * (WORLD - 1) // WORLD)
             assert stats.saved_bytes == stats.plain_bytes - stats.sent_bytes

@@ -117,11 +117,11 @@ def test_between_hosts_a_rank_sends_one_part_in_local_of_the_encoded_bytes(hosts
     encoded = hosts * local * codec.row_bytes(numel // (hosts * local))  # all rows of the whole tensor
     for stats in run(hosts * local, counted, hosts, local):
         between = stats["all_reduce between hosts"]
-        headers = (hosts - 1) * agreement.header_bytes(hosts)
+        headers = (hosts - 1) * agreement.HEADER_BYTES
         assert between.sent_bytes - headers == 2 * (hosts - 1) * encoded // hosts // local
         assert between.calls == 1
         within = stats["all_reduce within hosts"]
-        trips = 2 * (local - 1) * (agreement.header_bytes(local) + 4 * numel // local)
+        trips = 2 * (local - 1) * (agreement.HEADER_BYTES + 4 * numel // local)
         assert within.sent_bytes == trips  # fp32 there and back
         assert within.calls == 2
 

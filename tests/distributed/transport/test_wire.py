@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from narrowcast.distributed.transport import agreement
+from narrowcast import codec as as_codec
+from narrowcast.distributed.transport.agreement import Call, Header
 from narrowcast.distributed.transport.gloo import _HEADERS, GlooWire
 from narrowcast.distributed.transport.gloo_connections import Gloo
 from narrowcast.distributed.transport.gloo_messages import GRACE_SECONDS, RARE_GLANCE_SECONDS
@@ -50,13 +51,13 @@ def _broken(action: Callable[[], object]) -> tuple[int, str, float]:
 
 def _write_to_the_dead(rank: int, what: str) -> Any:
     wire = _wire(rank)
-    header = torch.zeros(agreement.header_bytes(2), dtype=torch.uint8)
+    header = Header(Call("test", as_codec("raw"), ""), 1, rank, 2)
     wire._headers = wire._expect_headers()
     wire.expect([torch.empty_like(ROW) for _ in range(2)])
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     if rank == 1:  # has sent its header, and waits for that of the other, and for a row
-        wire._send(header, 0, _HEADERS).wait()
+        wire._send(header.data, 0, _HEADERS).wait()
         dist.barrier()
         time.sleep(60)
     dist.barrier()

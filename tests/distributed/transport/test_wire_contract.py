@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from narrowcast import codec as as_codec
-from narrowcast.distributed.transport import agreement
-from narrowcast.distributed.transport.agreement import Call
+from narrowcast.distributed.transport.agreement import Call, Header
 from narrowcast.distributed.transport.gloo import EAGER, SHORT, GlooWire
 from narrowcast.distributed.transport.gloo_connections import Gloo
 from narrowcast.distributed.transport.nccl import NcclWire
@@ -86,8 +85,8 @@ WIRES = [
 on_every_wire = pytest.mark.parametrize("make", WIRES)
 
 
-def header(number: int, words: str = "") -> Tensor:
-    return agreement.as_tensor(Call("test", as_codec("raw"), words).header(number, dist.get_world_size()))
+def header(number: int, words: str = "") -> Header:
+    return Header(Call("test", as_codec("raw"), words), number, dist.get_rank(), dist.get_world_size())
 
 
 def row_of(sender: int, receiver: int, number: int, nbytes: int, device: torch.device) -> Tensor:

@@ -23,7 +23,7 @@ from narrowcast.distributed.gradients.options import Mode, mode_of
 from narrowcast.distributed.planning.codec_speed import CodecSpeed
 from narrowcast.distributed.planning.link import Link
 from narrowcast.distributed.protocols import two_stage
-from narrowcast.distributed.transport.agreement import header_bytes
+from narrowcast.distributed.transport.agreement import HEADER_BYTES
 from narrowcast.distributed.transport.gloo import EAGER
 
 NONE = "none"
@@ -94,7 +94,7 @@ def _traffic(numel: int, ranks: int, codec: Codec, eager: int, gradients: bool) 
     else:
         parts = [two_stage.split(size, ranks)[0] for size in two_stage.cut(numel, ranks, codec, eager)]
     rows = [codec.row_bytes(part) for part in parts]
-    header = header_bytes(ranks) if eager else 0
+    header = HEADER_BYTES if eager else 0
     along = not eager or (not gradients and len(rows) == 1 and rows[0] <= eager)
     return (ranks - 1) * (2 * sum(rows) + header), len(rows), 2 if along else 3
 

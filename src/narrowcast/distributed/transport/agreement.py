@@ -1,10 +1,14 @@
 """What ranks must agree on before bytes move.
 
 A uint8 wire hides every mistake: a wrong codec decodes to garbage, a wrong size aborts the process. So each
-collective opens with a header of fixed size from every rank to every other. It holds the call's number in its lane, a
-digest of all that must be equal (operation, codec with its options, dtype, sizes), the same in words, and two rows of
-element counts: what the rank will send to each peer and what it expects from each. Every rank reads every header, so
-all of them reach the same verdict, and `MismatchError` reads the same everywhere.
+collective opens with a header from every rank to every other: 32 bytes, however many ranks there are. It holds the
+call's number in its lane, a digest of all that must be equal (operation, codec with its options, dtype, sizes), and one
+word for the element counts that the rank sends to each peer and expects from each: over all ranks these words add up to
+zero if every count is what its receiver expects, and but for one chance in 2^64 not otherwise. Every rank reads every
+header, so all of them reach the same verdict.
+
+Where headers do not fit, all ranks know it, and tell each other in a second trip what they called, in words, and all
+their counts: a statement. So `MismatchError` reads the same everywhere.
 """
 
 from __future__ import annotations
@@ -23,15 +27,19 @@ import torch
 from narrowcast.codecs import Codec
 from narrowcast.errors import MismatchError
 
-_FIXED = struct.Struct("<q16s200s")
-FIXED_BYTES = _FIXED.size
+_HEADER = struct.Struct("<q16sQ")
+HEADER_BYTES = _HEADER.size
 
+_STATED = struct.Struct("<q16s200s")
+
+_Bytes = npt.NDArray[np.uint8]
+_Words = npt.NDArray[np.uint64]
 _Counts = npt.NDArray[np.int64]
 
 
-def header_bytes(ranks: int) -> int:
-    """The size of a header in a group of so many ranks."""
-    return FIXED_BYTES + 16 * ranks
+def statement_bytes(ranks: int) -> int:
+    """The size of a statement in a group of so many ranks."""
+    return _STATED.size + 16 * ranks
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,8 @@ class Call:
     send: tuple[int, ...] = ()
     """Elements for each rank, where ranks may differ; must equal what that rank expects."""
     receive: tuple[int, ...] = ()
+    sizes: tuple[int, ...] | None = ()
+    """What every rank holds alike and counts follow from; None where counts are known to their two ranks only."""
 
     def __str__(self) -> str:
         text = f"{self.op}(codec={_short(self.codec.spec)}, {self.words})"
@@ -52,10 +62,29 @@ class Call:
             text += f" sending {list(self.send)}, expecting {list(self.receive)}"
         return text
 
-    def header(self, number: int, ranks: int) -> bytes:
-        digest, common = _digest(self.op, self.codec, self.words)
-        counts = [*(self.send or (0,) * ranks), *(self.receive or (0,) * ranks)]
-        return _FIXED.pack(number, digest, common) + struct.pack(f"<{2 * ranks}q", *counts)
+
+class Header:
+    """What a rank says of its call, as the `number`th one of its lane: `data` always, the statement where it must."""
+
+    def __init__(self, call: Call, number: int, rank: int, ranks: int) -> None:
+        self._call, self._number, self._ranks = call, number, ranks
+        self._digest, self._common = _digest(call.op, call.codec, call.words)
+        self.data = as_tensor(_HEADER.pack(number, self._digest, _fold(rank, call.send, call.receive)))
+
+    @property
+    def key(self) -> bytes | None:
+        """The same on all ranks that agree, and for all calls alike; None where no rank knows by itself what is."""
+        sizes = self._call.sizes
+        if not sizes:
+            return None if sizes is None else self._digest
+        return hashlib.blake2b(self._digest + struct.pack(f"<{len(sizes)}q", *sizes), digest_size=16).digest()
+
+    def statement(self) -> torch.Tensor:
+        call, nothing = self._call, (0,) * self._ranks
+        said = _STATED.pack(self._number, self._digest, self._common)
+        return as_tensor(
+            said + struct.pack(f"<{2 * self._ranks}q", *(call.send or nothing), *(call.receive or nothing))
+        )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -66,30 +95,60 @@ def _digest(op: str, codec: Codec, words: str) -> tuple[bytes, bytes]:
     return hashlib.blake2b(meant.encode(), digest_size=16).digest(), common.encode()[:200]
 
 
-def check(table: npt.NDArray[np.uint8], ranks: Sequence[int]) -> None:
-    """Raise `MismatchError` unless the headers (one per row) of all `ranks` (global numbers) fit together."""
-    counted = table[:, FIXED_BYTES:]
-    if (table[:, :FIXED_BYTES] != table[0, :FIXED_BYTES]).any():
-        raise MismatchError(_differing([header.tobytes() for header in table], ranks))
-    if not counted.any():
-        return
-    counts = counted.copy().view("<i8")
+@functools.lru_cache(maxsize=64)
+def _fold(rank: int, send: tuple[int, ...], receive: tuple[int, ...]) -> int:
+    """What a rank sends less what it expects, in one word. Over all ranks these add up to 0 if the two are alike."""
+    if not send:
+        return 0
+    mine, peers = np.full(len(send), rank, np.uint64), np.arange(len(send), dtype=np.uint64)
+    sent, expected = (np.array(counts, np.int64).view(np.uint64) for counts in (send, receive))
+    return int((_mix(mine, peers, sent) - _mix(peers, mine, expected)).sum())
+
+
+def _mix(source: _Words, target: _Words, count: _Words) -> _Words:
+    """64 bits of each count between two ranks, which are to cancel only against those of the same three numbers."""
+    mixed: _Words = np.zeros_like(count)
+    for word in (source, target, count):
+        mixed = _finalize(mixed ^ word)
+    return mixed
+
+
+def _finalize(word: _Words) -> _Words:
+    """splitmix64: every bit of the result depends on every bit of the word."""
+    word = word + np.uint64(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    word ^= word >> np.uint64(31)
+    return word
+
+
+def fit(headers: _Bytes) -> bool:
+    """Whether the headers of all ranks, one per row, fit together."""
+    words = np.ascontiguousarray(headers).view("<u8")
+    return bool((words[:, :3] == words[0, :3]).all()) and not words[:, 3].sum()
+
+
+def mismatch(statements: _Bytes, ranks: Sequence[int]) -> MismatchError:
+    """The error of `ranks` (global numbers) whose headers do not fit together, by their statements, one per row."""
+    said, counted = statements[:, : _STATED.size], statements[:, _STATED.size :]
+    if (said != said[0]).any():
+        return MismatchError(_differing([statement.tobytes() for statement in said], ranks))
+    counts = np.ascontiguousarray(counted).view("<i8")
     send, receive = counts.reshape(len(ranks), 2, len(ranks)).swapaxes(0, 1)
     wrong = np.argwhere(send != receive.T)
-    if len(wrong):
-        raise MismatchError(_uneven(_text(table[0].tobytes()), send, receive, wrong, ranks))
+    return MismatchError(_uneven(_text(said[0].tobytes()), send, receive, wrong, ranks))
 
 
-def _differing(headers: Sequence[bytes], ranks: Sequence[int]) -> str:
-    numbers = [_FIXED.unpack_from(header)[0] for header in headers]
+def _differing(statements: Sequence[bytes], ranks: Sequence[int]) -> str:
+    numbers = [_STATED.unpack_from(statement)[0] for statement in statements]
     said: dict[str, list[int]] = {}
-    for header, rank, number in zip(headers, ranks, numbers, strict=True):
-        text = _text(header) + (f" as its call number {number}" if len(set(numbers)) > 1 else "")
+    for statement, rank, number in zip(statements, ranks, numbers, strict=True):
+        text = _text(statement) + (f" as its call number {number}" if len(set(numbers)) > 1 else "")
         said.setdefault(text, []).append(rank)
     if len(said) == 1:  # the words were cut, or an option is not among them
-        said = {f"{next(iter(said))} with options {header[8:24].hex()[:8]}": [] for header in headers}
-        for header, rank in zip(headers, ranks, strict=True):
-            said[f"{_text(header)} with options {header[8:24].hex()[:8]}"].append(rank)
+        said = {f"{next(iter(said))} with options {statement[8:24].hex()[:8]}": [] for statement in statements}
+        for statement, rank in zip(statements, ranks, strict=True):
+            said[f"{_text(statement)} with options {statement[8:24].hex()[:8]}"].append(rank)
     lines = "; ".join(f"{_ranks(who)} called {text}" for text, who in said.items())
     return (
         f"ranks disagree on a collective: {lines}. Nothing was sent. Every rank of a group must make the same calls "
@@ -109,8 +168,8 @@ def _uneven(call: str, send: _Counts, receive: _Counts, wrong: _Counts, ranks: S
     )
 
 
-def _text(header: bytes) -> str:
-    return str(_FIXED.unpack_from(header)[2].rstrip(b"\0").decode(errors="replace"))
+def _text(statement: bytes) -> str:
+    return str(_STATED.unpack_from(statement)[2].rstrip(b"\0").decode(errors="replace"))
 
 
 def _ranks(who: Sequence[int]) -> str:
@@ -121,5 +180,5 @@ def _short(spec: str) -> str:
     return spec if len(spec) <= 60 else spec[:57] + "..."
 
 
-def as_tensor(header: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(header), dtype=torch.uint8)
+def as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

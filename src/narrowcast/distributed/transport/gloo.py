@@ -1,7 +1,8 @@
 """Rows in host memory, over gloo.
 
-Receives have room for a header and an eager row: gloo lets a message be shorter than its receive, and aborts the
-process on one that is longer, which is why ranks agree on sizes first.
+Receives have room for a header and an eager row, or for a statement (agreement.py), which takes the place of the next
+header: gloo lets a message be shorter than its receive, and aborts the process on one that is longer, which is why
+ranks agree on sizes first.
 
 A rank sends to rank+1 first, then to rank+2 and so on, so that at any time ranks send to different ones. At most
 `ROUNDS` rows to each peer are under way before one is waited for: a link stays busy while its rank encodes, sums
@@ -13,14 +14,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from narrowcast.distributed.transport import agreement
+from narrowcast.distributed.transport.agreement import Header
 from narrowcast.distributed.transport.gloo_connections import Gloo
 from narrowcast.distributed.transport.gloo_messages import Message, Watch
 from narrowcast.distributed.transport.wire import WireError
-from narrowcast.errors import MismatchError
 
 EAGER = 128 * 1024
 """Rows of up to so many bytes travel with the header. Of 64, 128 and 256 KB, tried on 32 MB at 1 Gbit/s with
@@ -58,9 +61,9 @@ class GlooWire:
         self.agreed = False
         self._ahead = tag is None
         self._tags = (_HEADERS, _ROWS) if tag is None else (_FIRST_SHARED + 2 * tag, _FIRST_SHARED + 2 * tag + 1)
-        self._length = agreement.header_bytes(self.size)
+        room = max(agreement.HEADER_BYTES + EAGER, agreement.statement_bytes(self.size))
         with torch.inference_mode(False):  # it outlives the call
-            self._slots = torch.empty(2, self.size, self._length + EAGER, dtype=torch.uint8, device="cpu")
+            self._slots = torch.empty(2, self.size, room, dtype=torch.uint8, device="cpu")
         self._headers: list[Message] = []
         self._window = ROUNDS * (self.size - 1)
         self.turns = self._window + 1
@@ -70,47 +73,57 @@ class GlooWire:
 
     def agree(
         self,
-        header: Tensor,
+        header: Header,
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         self.agreed = False
+        if not agreement.fit(self._trade(header.data, eager, incoming, meanwhile)):
+            statements = self._trade(header.statement(), lambda peer: None, [header.data[:0]] * self.size)
+            self.flush()  # the others are to read the same, even if this process ends with it
+            raise agreement.mismatch(statements, self.gloo.ranks)
+        self.agreed = True
+
+    def _trade(
+        self,
+        data: Tensor,
+        eager: Callable[[int], Tensor | None],
+        incoming: Sequence[Tensor],
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> npt.NDArray[np.uint8]:
+        """Send `data` to every rank, with small rows along; returns what all ranks sent, as large as `data` is."""
         self._going.wait()  # the headers of the last call lie where those of this one are to be
-        outgoing, came = self._slots
+        length, (outgoing, came) = len(data), self._slots
         receives, self._headers = self._headers or self._expect_headers(), []
-        outgoing[:, : self._length] = header
+        outgoing[:, :length] = data
         for peer in self.gloo.targets:
             row = eager(peer)
-            total = self._length
+            total = length
             if row is not None:
                 total += len(row)
-                outgoing[peer, self._length : total] = row
+                outgoing[peer, length:total] = row
             self._going.add(self._send(outgoing[peer, :total], peer, _HEADERS))
         meanwhile()
         for message in receives:
-            if self._length + len(incoming[message.peer]) <= SHORT or len(incoming[message.peer]) > EAGER:
+            along = len(incoming[message.peer])
+            if length + (along if along <= EAGER else 0) <= SHORT:
                 message.wait()
             else:
                 self._coming.add(message)
                 self._coming.wait()
-        came[self.rank, : self._length] = header
-        headers = came[:, : self._length].numpy().copy()
+        came[self.rank, :length] = data
+        everyone: npt.NDArray[np.uint8] = came[:, :length].numpy().copy()
         for peer in self.gloo.sources:
             row = incoming[peer]
             if 0 < len(row) <= EAGER:
-                row.copy_(came[peer, self._length : self._length + len(row)])
+                row.copy_(came[peer, length : length + len(row)])
         # Those of the next call: a peer that is early need not ask first. One that has all it needs may have left; if
         # there is a next call, that one says so.
         if self._ahead:
             with contextlib.suppress(WireError):
                 self._headers = self._expect_headers()
-        try:
-            agreement.check(headers, self.gloo.ranks)
-        except MismatchError:
-            self.flush()  # the others are to read the same, even if this process ends with it
-            raise
-        self.agreed = True
+        return everyone
 
     def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
         receives = [self._receive(incoming[peer], peer, _ROWS + stage) for peer in self.gloo.sources]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from narrowcast.distributed.transport.agreement import Header
 from narrowcast.distributed.transport.buffers import Buffers
 from narrowcast.distributed.transport.gloo import GlooWire
 
@@ -26,7 +27,7 @@ class StagedWire:
 
     def agree(
         self,
-        header: Tensor,
+        header: Header,
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,

@@ -25,6 +25,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from narrowcast.distributed.transport.agreement import Header
+
 
 class WireError(Exception):
     """A message did not go through. It never leaves this package: `Group` says what it means for the collective."""
@@ -54,7 +56,7 @@ class Wire(Protocol):
 
     def agree(
         self,
-        header: Tensor,
+        header: Header,
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
