@@ -35,12 +35,15 @@ class StandIn:
     def abort(self) -> None:
         pass
 
+    def shutdown(self) -> None:
+        pass
+
 
 def use() -> None:
     """Let every group of this process move its rows by the NCCL wire, over the stand-in."""
     dist.ProcessGroupNCCL = StandIn  # type: ignore[assignment,misc]
 
     def wired(self: Group, host: GlooWire) -> NcclWire:
-        return NcclWire(host, self.connections.page(self._generation))
+        return NcclWire(host, self.connections.page(self._generation), self.device, pair=self._pair)
 
     Group._on_device = wired  # type: ignore[method-assign]

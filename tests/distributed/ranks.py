@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import one_gpu
 import torch
 import torch.distributed as dist
 
@@ -77,11 +78,13 @@ def outcomes_of(
     group_timeout: float = 30.0,
     init: bool = True,
     tcp: bool = False,
+    nccl: bool = False,
     meanwhile: Callable[[list[Any]], None] | None = None,
 ) -> list[Outcome]:
     """What became of every rank. `meanwhile(processes)` runs here while they do; none may outlive `timeout` seconds.
 
-    The group's store is a file, or with `tcp` a server in the process of rank 0.
+    The group's store is a file, or with `tcp` a server in the process of rank 0. With `nccl`, CUDA tensors travel over
+    NCCL, and all ranks share a GPU.
     """
     with tempfile.TemporaryDirectory() as folder:
         outcomes = [Outcome() for _ in range(world)]
@@ -90,7 +93,7 @@ def outcomes_of(
         for rank in range(world):
             here, there = _context.Pipe(duplex=False)
             stacks = f"{folder}/stacks {rank}"
-            target = (rank, world, method, group_timeout, init, AMBIENT, there, function, args, stacks)
+            target = (rank, world, method, group_timeout, init, nccl, AMBIENT, there, function, args, stacks)
             process = _context.Process(target=_main, args=target, daemon=True)
             process.start()
             there.close()
@@ -152,6 +155,7 @@ def _main(
     method: str,
     group_timeout: float,
     init: bool,
+    nccl: bool,
     ambient: bool,
     pipe: Connection,
     function: Any,
@@ -162,13 +166,19 @@ def _main(
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     outcome, start = Outcome(), time.monotonic()
+    if nccl:
+        os.environ.update(one_gpu.environment(rank))
+        torch.cuda.set_device(0)
     if ambient:
         surround_collectives()
     try:
         if init:
             limit = datetime.timedelta(seconds=group_timeout)
-            dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world, timeout=limit)
-            dist.barrier()  # a rank that leaves while others still connect makes gloo fail or hang there
+            backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+            dist.init_process_group(backend, init_method=method, rank=rank, world_size=world, timeout=limit)
+            dist.all_reduce(
+                torch.zeros(1)
+            )  # a rank that leaves while others still connect makes gloo fail or hang there
             start = time.monotonic()
         outcome.value = function(rank, *args)
     except BaseException as error:

@@ -75,7 +75,7 @@ class Collective:
                     operands.copy_back()
             return operands.written
 
-        return self.group.lane.start(self.name, job, operands.touched, async_op)
+        return self.group.lane.start(self.name, job, operands.touched, async_op, self.group.agreed_before(self.call))
 
     def run(self) -> None:
         """Make it here and now, in a job of the lane."""
@@ -186,6 +186,10 @@ class Collective:
         """Memory for a row that is to be sent: another one each time, until it surely is."""
         self._turn += 1
         return self._rows[self._turn % self.wire.turns, :nbytes]
+
+    def next_rows(self, sizes: Sequence[int]) -> Tensor:
+        """Memory for a row for each rank, of these sizes, side by side: the first one is the longest."""
+        return self._rows[:, : sizes[0]]
 
     def _count(self, nbytes: int) -> None:
         self.encoder.meter.sent_bytes += nbytes

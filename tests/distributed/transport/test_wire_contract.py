@@ -72,7 +72,8 @@ def _nccl(rank: int, limit: float = LIMIT) -> Made:
     torch.cuda.set_device(0)
     control = _gloo(rank, limit)[0]
     assert isinstance(control, GlooWire)
-    return NcclWire(control, dist.PrefixStore("rows", _store())), torch.device("cuda", 0)
+    device = torch.device("cuda", 0)
+    return NcclWire(control, dist.PrefixStore("rows", _store()), device), device
 
 
 _gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

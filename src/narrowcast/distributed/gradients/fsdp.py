@@ -154,7 +154,7 @@ class _Reduce(ReduceScatter):
 
         if state.residuals is not None:
             self._steps.tell_at_the_end(parameters)
-        return group.lane.start("gradients", job, [output, input], async_op)
+        return group.lane.start("gradients", job, [output, input], async_op, at_once=group.nccl)
 
 
 class _Gather(AllGather):

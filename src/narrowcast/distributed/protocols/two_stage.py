@@ -53,8 +53,10 @@ def cut(numel: int, ranks: int, codec: Codec, eager: int) -> list[int]:
 def all_reduce(collective: Collective, flat: Tensor, divisor: int) -> None:
     """Sum `flat` [numel] over all ranks, in place."""
     sizes = cut(len(flat), collective.size, collective.call.codec, collective.wire.eager)
-    parts = [chunk.split(split(len(chunk), collective.size)) for chunk in flat.split(sizes)]
-    segments = [Segment(collective.encoder, part, key=i) for i, part in enumerate(parts)]
+    segments = [
+        Segment.of(collective.encoder, chunk, split(len(chunk), collective.size), key=i)
+        for i, chunk in enumerate(flat.split(sizes))
+    ]
     reduce(collective, [Chunk(collective, [segment], i, divisor) for i, segment in enumerate(segments)])
 
 

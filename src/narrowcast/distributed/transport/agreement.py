@@ -62,6 +62,11 @@ class Call:
             text += f" sending {list(self.send)}, expecting {list(self.receive)}"
         return text
 
+    @property
+    def key(self) -> bytes | None:
+        """The same on all ranks that agree, and for all calls alike; None where no rank knows by itself what is."""
+        return None if self.sizes is None else _key(self.op, self.codec, self.words, self.sizes)
+
 
 class Header:
     """What a rank says of its call, as the `number`th one of its lane: `data` always, the statement where it must."""
@@ -73,11 +78,8 @@ class Header:
 
     @property
     def key(self) -> bytes | None:
-        """The same on all ranks that agree, and for all calls alike; None where no rank knows by itself what is."""
-        sizes = self._call.sizes
-        if not sizes:
-            return None if sizes is None else self._digest
-        return hashlib.blake2b(self._digest + struct.pack(f"<{len(sizes)}q", *sizes), digest_size=16).digest()
+        """That of the call."""
+        return self._call.key
 
     def statement(self) -> torch.Tensor:
         call, nothing = self._call, (0,) * self._ranks
@@ -93,6 +95,12 @@ def _digest(op: str, codec: Codec, words: str) -> tuple[bytes, bytes]:
     meant = json.dumps([op, codec.config(), words], sort_keys=True)
     common = f"{op}(codec={_short(codec.spec)}, {words})"
     return hashlib.blake2b(meant.encode(), digest_size=16).digest(), common.encode()[:200]
+
+
+@functools.lru_cache(maxsize=1024)
+def _key(op: str, codec: Codec, words: str, sizes: tuple[int, ...]) -> bytes:
+    digest = _digest(op, codec, words)[0]
+    return hashlib.blake2b(digest + struct.pack(f"<{len(sizes)}q", *sizes), digest_size=16).digest()
 
 
 @functools.lru_cache(maxsize=64)

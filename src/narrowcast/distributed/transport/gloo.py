@@ -53,6 +53,7 @@ class GlooWire:
 
     chunks = 4
     eager = EAGER
+    together = False
 
     def __init__(self, gloo: Gloo, tag: int | None = None) -> None:
         self.gloo = gloo

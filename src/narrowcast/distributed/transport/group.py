@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.buffers import Buffers
 from narrowcast.distributed.transport.connections import Connections
 from narrowcast.distributed.transport.failures import Failure
@@ -43,16 +44,16 @@ _lock = threading.Lock()
 class Group:
     """The ranks of a group, for calls in one order."""
 
-    def __init__(self, connections: Connections, tag: int | None = None) -> None:
+    def __init__(self, connections: Connections, tag: int | None = None, *, pair: bool = False) -> None:
         self.connections = connections
         self.name = connections.name
         self.device = connections.device
         self.nccl = connections.nccl
         self.rank = connections.rank
         self.ranks = connections.ranks
-        self.lane = Lane(f"narrowcast {self.name}", self.device, host_waits=not self.nccl)
+        self.lane = Lane(f"narrowcast {self.name}", self.device, self._check_stream)
         self.buffers = Buffers()
-        self._shared, self._tag = tag is not None, tag or 0
+        self._shared, self._tag, self._pair = tag is not None, tag or 0, pair
         self._wire: Wire | None = None
         self._generation = 0
         connections.used_by(self)
@@ -84,6 +85,11 @@ class Group:
             except BaseException as error:
                 self._fail(Failure.of(error, self.ranks[self.rank], number, op, self._tag))
                 raise
+
+    def agreed_before(self, call: Call) -> bool:
+        """Whether ranks need not meet on the host for a call: over NCCL, where they have agreed on one alike."""
+        wire = self._wire
+        return isinstance(wire, NcclWire) and self._generation == self.connections.generation and wire.knows(call)
 
     @contextlib.contextmanager
     def refusing(self, op: str) -> Iterator[None]:
@@ -126,6 +132,15 @@ class Group:
             wire.retire()
         self.buffers.clear()
 
+    def _check_stream(self, op: str) -> None:
+        """Raise where what a stream was given is known to have failed. The next call says so to the other ranks."""
+        wire = self._wire
+        if isinstance(wire, NcclWire) and wire.trouble is not None:
+            error, number = wire.trouble, self.connections.calls.get(self._tag, 0)
+            here, there = self.ranks[self.rank], self.ranks[error.peer]
+            failure = Failure(error.kind, there, here, number, op, str(error), self._tag)
+            raise failure.error(op, self.connections.timeout) from error
+
     def _next_number(self) -> int:
         calls = self.connections.calls
         calls[self._tag] = calls.get(self._tag, 0) + 1
@@ -147,7 +162,7 @@ class Group:
         if self.device.type != "cuda":
             return host
         if self.nccl:
-            return NcclWire(host, self.connections.page(self._generation))
+            return NcclWire(host, self.connections.page(self._generation), self.device, pair=self._pair)
         return StagedWire(host)
 
     def _fail(self, failure: Failure) -> None:
@@ -171,7 +186,7 @@ class Pair:
         with _lock:
             order = self._alive.get(key)
             if order is None:
-                order = self._alive[key] = Group(self.connections, None if self.connections.nccl else tag)
+                order = self._alive[key] = Group(self.connections, None if self.connections.nccl else tag, pair=True)
             self._recent[key] = order
             self._recent.move_to_end(key)
             if len(self._recent) > RECENT_TAGS:

@@ -6,8 +6,9 @@ synchronous one runs on the caller's own thread when the lane is idle, which sav
 its turn otherwise. The thread starts with the first asynchronous call, ends when it has had nothing to do for a
 second, and never keeps the interpreter alive.
 
-On CUDA tensors jobs run on the lane's side stream. Over NCCL none of them waits on the host, so the caller's thread
-runs them all. Over gloo bytes pass through host memory: an asynchronous call is the lane's thread's.
+On CUDA tensors jobs run on the lane's side stream. A job that waits for no other rank on the host may be done
+`at_once`: then the caller's thread gives the stream all of it. Others are the lane's thread's: all jobs over gloo,
+where bytes pass through host memory, and over NCCL those that ranks have yet to agree on.
 
 Callbacks on a `Work`'s future run on the lane's thread, as they do in torch. From there further collectives may be
 started with `async_op=True`; a synchronous one would wait for itself, and raises.
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.distributed.stats import span
-from narrowcast.distributed.transport.work import Job, StreamWork, Work
+from narrowcast.distributed.transport.work import Check, Job, StreamWork, Work
 from narrowcast.errors import CollectiveError
 
 IDLE_SECONDS = 1.0
@@ -44,10 +45,10 @@ def _note_accepted() -> None:
 class Lane:
     """Runs jobs one at a time, in the order in which they came."""
 
-    def __init__(self, name: str, device: torch.device, *, host_waits: bool = True) -> None:
+    def __init__(self, name: str, device: torch.device, check: Check = lambda op: None) -> None:
         self.name = name
         self._device = device
-        self._host_waits = host_waits
+        self._check = check
         self._changed = threading.Condition()
         self._queue: deque[Work] = deque()
         self._busy = False
@@ -63,10 +64,10 @@ class Lane:
         """The side stream, for CUDA tensors."""
         return torch.cuda.Stream(self._device)
 
-    def start(self, op: str, job: Job, tensors: Sequence[Tensor], async_op: bool) -> Work | None:
+    def start(self, op: str, job: Job, tensors: Sequence[Tensor], async_op: bool, at_once: bool = False) -> Work | None:
         """Do a job on these tensors in its turn: a `Work` at once where it is asynchronous, else when it is done."""
         if self._device.type == "cuda":
-            return self._start_on_stream(StreamWork(op, job, self.stream, tensors), async_op)
+            return self._start_on_stream(StreamWork(op, job, self.stream, tensors, self._check), async_op, at_once)
         if not async_op:
             self.run(op, job)
             return None
@@ -74,12 +75,16 @@ class Lane:
         with span(f"narrowcast::{op}"):  # a range that lasted until it is done might outlive the profile: torch crashes
             return self.submit(work)
 
-    def _start_on_stream(self, work: StreamWork, async_op: bool) -> Work | None:
-        if async_op and self._host_waits:
-            return self.submit(work)
-        self.run(work.op, work.run_here)
+    def _start_on_stream(self, work: StreamWork, async_op: bool, at_once: bool) -> Work | None:
         if async_op:
+            if at_once:
+                self.run_or_queue(work)
+                if work.is_launched():
+                    work.raise_error()
+            else:
+                self.submit(work)
             return work
+        self.run(work.op, work.run_here)
         work.wait()
         return None
 

@@ -18,6 +18,8 @@ from narrowcast.distributed.transport.gloo import GlooWire
 class StagedWire:
     """`Wire` for rows on a CUDA device, on top of one for host memory."""
 
+    together = False
+
     def __init__(self, host: GlooWire) -> None:
         self.host = host
         self.rank, self.size = host.rank, host.size

@@ -49,6 +49,8 @@ class Wire(Protocol):
     """How many chunks of a tensor may be under way at a time."""
     eager: int
     """Rows of up to so many bytes travel with the header."""
+    together: bool
+    """Whether all rows leave at the same time, so that they may as well be made together."""
 
     @property
     def agreed(self) -> bool:

@@ -18,6 +18,8 @@ from narrowcast.distributed.stats import span
 from narrowcast.errors import CollectiveError
 
 Job = Callable[[], list[Tensor]]
+Check = Callable[[str], None]
+"""Raises where it is known that what a stream was given for a call of that name has failed."""
 
 
 class Work(dist.Work):
@@ -119,8 +121,11 @@ class Work(dist.Work):
 class StreamWork(Work):
     """A collective on a side stream."""
 
-    def __init__(self, op: str, job: Job, side: torch.cuda.Stream, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, op: str, job: Job, side: torch.cuda.Stream, tensors: Sequence[Tensor], check: Check = lambda op: None
+    ) -> None:
         super().__init__(op, self._aside)
+        self._check = check
         self._inner: Job | None = job
         self._tensors = list(tensors)
         self._device = tensors[0].device
@@ -131,11 +136,18 @@ class StreamWork(Work):
     def is_completed(self) -> bool:
         return super().is_completed() and (self._error is not None or self._after.query())
 
+    def is_launched(self) -> bool:
+        """Whether the stream was given all of it, or it failed before that."""
+        return self._done.is_set()
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
     def run_here(self) -> list[Tensor]:
         """Give the stream all of it here and now, without waiting for it."""
         self.run()
-        if self._error is not None:
-            raise self._error
+        self.raise_error()
         return self._outputs
 
     def _aside(self) -> list[Tensor]:
@@ -159,4 +171,5 @@ class StreamWork(Work):
             super()._settle(future)
 
     def _finish(self) -> None:
+        self._check(self.op)
         torch.cuda.current_stream(self._device).wait_event(self._after)

@@ -1,0 +1,288 @@
+"""Several ranks over NCCL, which share one GPU (one_gpu.py)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import one_gpu
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import outcomes_of, run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowcast as nc
+from narrowcast import distributed as ncd
+from narrowcast.distributed.transport.group import group_for
+from narrowcast.distributed.transport.nccl import HALVED, NcclWire
+from narrowcast.errors import CollectiveError, MismatchError, NarrowcastError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(300),
+]
+CODECS = ("raw", "bf16", "int8", "int4", "nf4", "fp8_e4m3", "sign", "int8:block=row", "int4:stochastic=true")
+SIZES = (0, 1, 5, 1000, 100_003, 1_000_001)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mps() -> Iterator[None]:
+    with one_gpu.side_by_side():
+        yield
+
+
+def sample(rank: int, numel: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank + 1000 * seed))
+
+
+# -- right numbers ----------------------------------------------------------------------------------------------------
+
+
+def _average(tensors: list[torch.Tensor], codec: str) -> torch.Tensor:
+    """The two-stage reduction by hand: every part by its owner, whose own numbers are exact."""
+    coder, world, numel = nc.codec(codec), len(tensors), len(tensors[0])
+    each = -(-numel // (world * 128)) * 128
+    averages = []
+    for owner in range(world):
+        parts = [x[owner * each : (owner + 1) * each] for x in tensors]
+        count = len(parts[0])
+        rows = torch.stack([coder.encode(part, 0) for part in parts])
+        total = coder.decode_sum(rows, count, own=parts[owner], own_rank=owner, divisor=world)
+        averages.append(coder.decode(coder.encode(total, 0), count))
+    return torch.cat(averages)
+
+
+def _as_on_the_cpu(rank: int) -> None:
+    """Every collective in every codec gives what the same one gives over gloo, to the bit where ownership is alike."""
+    world = dist.get_world_size()
+    for codec, numel in itertools.product(CODECS, SIZES):
+        both: list[list[torch.Tensor]] = []
+        for device in ("cuda", "cpu"):
+            y = sample(rank, numel).to(device, torch.bfloat16)
+            ncd.broadcast(y, world - 1, codec=codec, seed=7)
+            z = torch.empty(world * numel, device=device)
+            ncd.all_gather_into_tensor(z, sample(rank, numel).to(device), codec=codec, seed=7)
+            w = torch.empty(numel, device=device)
+            ncd.reduce_scatter_tensor(w, sample(rank, world * numel).to(device), codec=codec, seed=7)
+            counts = [[(a + 2 * b) % 3 * numel for b in range(world)] for a in range(world)]
+            sent, expected = counts[rank], [row[rank] for row in counts]
+            v = torch.empty(sum(expected), device=device)
+            ncd.all_to_all_single(v, sample(rank, sum(sent)).to(device), expected, sent, codec=codec, seed=7)
+            both.append([t.cpu() for t in (y, z, w, v)])
+        for i, (here, there) in enumerate(zip(*both, strict=True)):
+            assert torch.equal(here, there), (codec, numel, i)
+        x = sample(rank, numel).cuda()
+        ncd.all_reduce(x, dist.ReduceOp.AVG, codec=codec, seed=7)
+        everyone = [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(everyone, x)
+        assert all(torch.equal(each, x) for each in everyone), (codec, numel)
+        if "stochastic" not in codec:
+            assert torch.equal(x.cpu(), _average([sample(r, numel) for r in range(world)], codec)), (codec, numel)
+    wire = group_for(dist.group.WORLD, x.device)._wire
+    assert isinstance(wire, NcclWire)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_collectives_over_nccl_give_the_bits_that_gloo_gives(world: int) -> None:
+    run(world, _as_on_the_cpu, nccl=True, timeout=280, group_timeout=200)
+
+
+def _uneven(rank: int) -> None:
+    counts = [[3 + b for b in range(3)] for _ in range(3)]
+    for turn in range(6):
+        sent, expected = counts[rank], [row[rank] for row in counts]
+        source = torch.cat([torch.full((n,), 10.0 * rank + peer) for peer, n in enumerate(sent)]).cuda()
+        output = torch.empty(sum(expected), device="cuda")
+        ncd.all_to_all_single(output, source, expected, sent, codec="raw")
+        right = torch.cat([torch.full((n,), 10.0 * peer + rank) for peer, n in enumerate(expected)])
+        assert torch.equal(output.cpu(), right)
+        counts[1][2] = (HALVED + 5) * (turn % 3)  # nothing else changes, and one pair's rows are long now and then
+
+
+def test_counts_that_change_between_two_ranks_only_keep_nobody_waiting() -> None:
+    run(3, _uneven, nccl=True, timeout=100, group_timeout=40)
+
+
+def _ring(rank: int) -> None:
+    """All send before they receive; then all receive before they send."""
+    world = dist.get_world_size()
+    after, before = (rank + 1) % world, (rank - 1) % world
+    for turn, first in itertools.product(range(3), ("send", "receive")):
+        outgoing = torch.full((5000 + turn,), float(10 * rank + turn), device="cuda")
+        incoming = torch.zeros_like(outgoing)
+        start = time.monotonic()
+        works: list[Any] = []
+        for what in ("send", "receive") if first == "send" else ("receive", "send"):
+            works.append(
+                ncd.isend(outgoing, after, codec="raw") if what == "send" else ncd.irecv(incoming, before, codec="raw")
+            )
+        assert time.monotonic() - start < 10.0  # the host is not held
+        for work in works:
+            work.wait()
+        assert torch.equal(incoming.cpu(), torch.full((5000 + turn,), float(10 * before + turn)))
+
+
+def test_a_ring_may_send_first_or_receive_first() -> None:
+    run(3, _ring, nccl=True, timeout=100, group_timeout=30)
+
+
+def _overlap(rank: int) -> None:
+    """An asynchronous call does not hold the caller's stream; `wait` does."""
+    x, busy = torch.full((1 << 22,), float(rank), device="cuda"), torch.cuda.Stream()
+    for codec in ("raw", "int8"):
+        ncd.all_reduce(x, codec=codec)
+        torch.cuda.synchronize()
+        x.fill_(float(rank))
+        dist.barrier()
+        if rank == 1:
+            time.sleep(1.0)  # the others' reductions cannot end before
+        started = time.monotonic()
+        work = ncd.all_reduce(x, codec=codec, async_op=True)
+        y = torch.ones(1000, device="cuda") * 2
+        assert float(y.sum()) == 2000.0  # this stream went on
+        if rank != 1:
+            assert time.monotonic() - started < 0.9
+            assert not work.is_completed()
+        with torch.cuda.stream(busy):
+            work.wait()
+            assert float(x[5]) == pytest.approx(sum(range(dist.get_world_size())), rel=0.01)
+
+
+def test_an_asynchronous_call_leaves_the_callers_stream_alone() -> None:
+    run(2, _overlap, nccl=True, timeout=100, group_timeout=60)
+
+
+def _many(rank: int) -> None:
+    tensors = [torch.full((1000 + 37 * i,), float(rank + i), device="cuda") for i in range(200)]
+    works = [ncd.all_reduce(x, codec=("raw", "int8")[i % 2], async_op=True) for i, x in enumerate(tensors)]
+    for i, (work, x) in enumerate(zip(works, tensors, strict=True)):
+        work.wait()
+        assert float(x[3]) == pytest.approx(1.0 + 2 * i, abs=0.02 * (i + 1))
+
+
+def test_two_hundred_reductions_in_flight() -> None:
+    run(2, _many, nccl=True, timeout=100, group_timeout=60)
+
+
+def _destroyed(rank: int) -> None:
+    x = torch.full((8 << 20,), float(rank + 1), device="cuda")
+    ncd.all_reduce(torch.ones(8, device="cuda"), codec="raw")
+    torch.cuda._sleep(500_000_000)  # the reduction begins long after the call
+    ncd.all_reduce(x, codec="raw")
+    dist.destroy_process_group()
+    assert float(x[7]) == 3.0 == float(x[-1])
+
+
+def test_a_group_that_is_destroyed_right_after_a_call_keeps_its_result() -> None:
+    run(2, _destroyed, nccl=True, timeout=100, group_timeout=60)
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def _lost(rank: int) -> str:
+    x = torch.ones(1 << 20, device="cuda")
+    for _ in range(3):
+        ncd.all_reduce(x, codec="int8")
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        for _ in range(100):
+            ncd.all_reduce(x, codec="int8")
+            torch.cuda.synchronize()
+            time.sleep(0.05)
+    except CollectiveError as error:
+        assert time.monotonic() - start < 20.0
+        return str(error)
+    raise AssertionError("no error")
+
+
+def test_a_killed_rank_gives_the_survivors_an_error() -> None:
+    outcomes = outcomes_of(3, _lost, nccl=True, timeout=120, group_timeout=20)
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    for rank in (0, 2):
+        assert "rank 1 is gone" in str(outcomes[rank].value), outcomes[rank]
+
+
+def _refused(rank: int) -> str:
+    """A call that one rank refuses, though ranks agreed on one like it before, fails on all; the next one is right."""
+    x = torch.ones(64, device="cuda")
+    ncd.all_reduce(x, codec="raw")
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    told = ""
+    try:
+        if rank == 0:
+            ncd.all_reduce(torch.ones(64, dtype=torch.int64, device="cuda"))
+        else:
+            work = ncd.all_reduce(torch.ones(64, device="cuda"), codec="raw", async_op=True)
+            torch.cuda.synchronize()
+            work.wait()
+    except NarrowcastError as error:
+        told = str(error)
+    assert time.monotonic() - start < 10.0
+    y = torch.full((64,), float(rank), device="cuda")
+    ncd.all_reduce(y, codec="raw")
+    assert float(y[3]) == sum(range(dist.get_world_size()))
+    return told
+
+
+def test_a_call_that_one_rank_refuses_keeps_nobody_waiting() -> None:
+    told = run(3, _refused, nccl=True, timeout=100, group_timeout=40)
+    assert all(told)
+
+
+def _differing(rank: int) -> str:
+    ncd.all_reduce(torch.ones(64, device="cuda"), codec="raw")
+    try:
+        ncd.all_reduce(torch.ones(64 + rank, device="cuda"), codec="int4")
+    except MismatchError as error:
+        ncd.all_reduce(torch.ones(64, device="cuda"), codec="raw")
+        return str(error)
+    raise AssertionError("no error")
+
+
+def test_new_calls_that_differ_are_told_on_every_rank() -> None:
+    first, *rest = run(3, _differing, nccl=True, timeout=100, group_timeout=40)
+    assert rest == [first] * 2
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def _trained(rank: int, codec: str) -> list[float]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).cuda(), device_ids=[0], bucket_cap_mb=1
+    )
+    nc.compress_gradients(model, codec)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    losses = []
+    for step in range(8):
+        x = sample(rank, 64 * 256, step).view(64, 256).cuda()
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, flat)
+    assert all(torch.equal(each, flat) for each in everyone)
+    return losses
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_ddp_over_nccl_trains_with_the_same_bits_on_every_rank(codec: str) -> None:
+    for losses in run(3, _trained, codec, nccl=True, timeout=100, group_timeout=60):
+        assert losses[-1] < losses[0]
