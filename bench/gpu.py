@@ -127,7 +127,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 def checks(name: str, seed: int) -> Iterator[tuple[str, bool]]:
     """Every comparison for one codec; what is compared with is the reference on the CPU."""
     codec = codec_of(name)
-    there, here = codec._recipe(torch.device("cuda")), codec._recipe(torch.device("cpu"))
+    there, here = codec.recipe(torch.device("cuda")), codec.recipe(torch.device("cpu"))
     triton = kernel()
 
     def encoded(rows: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def milliseconds(run: Callable[[], object], rounds: int = 15) -> float:
 
 def operations(codec: nc.Codec, x: Tensor) -> dict[str, tuple[Callable[[], object], int]]:
     """The three operations on a row x, each with the bytes it must move."""
-    triton, recipe, numel = kernel(), codec._recipe(x.device), x.shape[1]
+    triton, recipe, numel = kernel(), codec.recipe(x.device), x.shape[1]
     data = torch.empty(RANKS, codec.row_bytes(numel), dtype=torch.uint8, device=x.device)
     for rank in range(RANKS):
         triton.encode(data[rank : rank + 1], x, recipe, rank)
@@ -299,7 +299,7 @@ def rivals(x: Tensor, copy: float) -> dict[str, dict[str, float]]:
     codes, scale = compiled[0](x)
     one = codes.nbytes + scale.nbytes
     many = codes.expand(RANKS, -1, -1).contiguous(), scale.expand(RANKS, -1, -1).contiguous()
-    int8 = nc.codec("int8")._recipe(x.device)
+    int8 = nc.codec("int8").recipe(x.device)
     for name, run, moved in (
         ("torch.compile encode", lambda: compiled[0](x), x.nbytes + one),
         ("torch.compile decode", lambda: compiled[1](codes, scale), x.nbytes + one),
@@ -381,10 +381,10 @@ def sums_right(name: str, tile: tuple[int, int], mask: int) -> bool:
     set_way(tile, mask)
     codec, numel = nc.codec(name), 1 << 18
     rows = torch.stack([every_kind(numel // 4, rank)[:4].reshape(-1) for rank in range(RANKS)])
-    here = codec._recipe(torch.device("cpu"))
+    here = codec.recipe(torch.device("cpu"))
     data = reference.encode(rows, here, 0)
     out = torch.full((data.shape[1],), 0xA5, dtype=torch.uint8, device="cuda")
-    kernel().decode_sum_encode(out, data.cuda(), numel, codec._recipe(torch.device("cuda")), None, 0, 1, 0)
+    kernel().decode_sum_encode(out, data.cuda(), numel, codec.recipe(torch.device("cuda")), None, 0, 1, 0)
     return same(out.cpu(), reference.decode_sum_encode(data, numel, here, None, 0, 1, 0))
 
 

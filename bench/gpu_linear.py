@@ -117,7 +117,7 @@ def check(specs: tuple[str, ...]) -> int:
     for spec, (n, k), dtype in itertools.product(specs, shapes, (torch.bfloat16, torch.float16, torch.float32)):
         codec = nc.codec(spec)
         torch.manual_seed(n + k)
-        recipe = codec._recipe(torch.device("cpu"))
+        recipe = codec.recipe(torch.device("cpu"))
         encoded = reference.encode(torch.randn(n, k) * 0.02, recipe, 0)
         rows, weight = encoded.cuda(), reference.decode(encoded, k, torch.float64, recipe).cuda()
         for batch, with_bias in BATCHES:
@@ -198,7 +198,7 @@ def sweep(limit: float) -> list[dict[str, object]]:
         rows = rows_of(codec, n, k)
         x = torch.randn(batch, k, device="cuda", dtype=torch.bfloat16)
         out = torch.empty(batch, n, device="cuda", dtype=torch.bfloat16)
-        recipe = codec._recipe(x.device)
+        recipe = codec.recipe(x.device)
         base = choose.cut_of(x, rows[0], recipe, None)
         assert base is not None
         tried = []
@@ -234,7 +234,7 @@ def sweep_slices(batches: list[int]) -> list[dict[str, object]]:
         rows = rows_of(codec, n, k)
         x = torch.randn(batch, k, device="cuda", dtype=torch.bfloat16)
         out = torch.empty(batch, n, device="cuda", dtype=torch.bfloat16)
-        recipe, tried = codec._recipe(x.device), []
+        recipe, tried = codec.recipe(x.device), []
         exact, bound = within(x, codec.decode(rows[0], k, dtype=torch.float32).double(), None)
         for slices in ways:
             in_slices(slices, out.fill_(torch.nan), x, rows, recipe, 0)
@@ -253,7 +253,7 @@ def sweep_slices(batches: list[int]) -> list[dict[str, object]]:
 
 def divisions(spec: str, batch: int, shape: tuple[int, int]) -> list[Slices]:
     """The ways to divide a product that are worth a try."""
-    recipe = nc.codec(spec)._recipe(torch.device("cuda"))
+    recipe = nc.codec(spec).recipe(torch.device("cuda"))
     codes, block = codes_of(recipe.format), block_of(recipe.format, shape[1])
     assert codes is not None
     common = {"CODES": codes, "X": 2, "BIAS": -1, "SCALE": int(recipe.format.scale), "BLOCK": block, "UNROLL": 1}

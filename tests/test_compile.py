@@ -133,7 +133,7 @@ def test_inductor_runs_the_operators_unchanged(device: str) -> None:
 
 def arguments_of(operator: str, codec: Codec, device: str) -> tuple[object, ...]:
     """Arguments for one operator: three rows of 75 floats."""
-    recipe = codec._recipe(torch.device(device))
+    recipe = codec.recipe(torch.device(device))
     x = mixed(225).view(3, 75).to(device)
     rows = codec.encode(x, 1)
     own = mixed(75, seed=2).to(device)

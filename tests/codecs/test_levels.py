@@ -295,8 +295,8 @@ def test_what_vanishes_over_the_scale_is_on_the_lower_side_of_a_threshold_at_zer
     codec = Levels(table, block="row", scale="fp32")
     row = torch.zeros(1, 128)
     row[0, 0], row[0, 1:] = 2.0 * table[-1], 2.0**-149
-    recipe = codec._recipe(torch.device("cpu"))
+    recipe = codec.recipe(torch.device("cpu"))
     for kernel in kernels(device).values():
         out = torch.zeros(1, codec.row_bytes(128), dtype=torch.uint8, device=device)
-        kernel.encode(out, row.to(device), codec._recipe(torch.device(device)), 0)
+        kernel.encode(out, row.to(device), codec.recipe(torch.device(device)), 0)
         assert torch.equal(out.cpu(), reference.encode(row, recipe, 0))

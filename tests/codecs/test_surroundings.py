@@ -132,7 +132,7 @@ def test_rows_are_decoded_to_what_was_asked_for(ambient: str) -> None:
 def test_the_reference_means_the_same(ambient: str) -> None:
     x = plainly(lambda: mixed(3 * 150).view(3, 150))
     for name in OF_EACH_FAMILY:
-        recipe = nc.codec(name)._recipe(torch.device("cpu"))
+        recipe = nc.codec(name).recipe(torch.device("cpu"))
 
         def results(recipe: Recipe = recipe) -> list[Tensor]:
             rows = reference.encode(x, recipe, SEED)

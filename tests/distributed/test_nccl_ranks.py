@@ -13,6 +13,7 @@ import one_gpu
 import pytest
 import torch
 import torch.distributed as dist
+from by_hand import reduced_by_hand
 from ranks import outcomes_of, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,8 +29,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(300),
 ]
-CODECS = ("raw", "bf16", "int8", "int4", "nf4", "fp8_e4m3", "sign", "int8:block=row", "int4:stochastic=true")
-SIZES = (0, 1, 5, 1000, 100_003, 1_000_001)
+CODECS = ("raw", "int8", "int4", "nf4", "sign", "int8:block=row", "int4:stochastic=true")
+SIZES = (0, 1, 1000, 100_003, 1 << 18)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,20 +44,6 @@ def sample(rank: int, numel: int, seed: int = 0) -> torch.Tensor:
 
 
 # -- right numbers ----------------------------------------------------------------------------------------------------
-
-
-def _average(tensors: list[torch.Tensor], codec: str) -> torch.Tensor:
-    """The two-stage reduction by hand: every part by its owner, whose own numbers are exact."""
-    coder, world, numel = nc.codec(codec), len(tensors), len(tensors[0])
-    each = -(-numel // (world * 128)) * 128
-    averages = []
-    for owner in range(world):
-        parts = [x[owner * each : (owner + 1) * each] for x in tensors]
-        count = len(parts[0])
-        rows = torch.stack([coder.encode(part, 0) for part in parts])
-        total = coder.decode_sum(rows, count, own=parts[owner], own_rank=owner, divisor=world)
-        averages.append(coder.decode(coder.encode(total, 0), count))
-    return torch.cat(averages)
 
 
 def _as_on_the_cpu(rank: int) -> None:
@@ -84,7 +71,8 @@ def _as_on_the_cpu(rank: int) -> None:
         dist.all_gather(everyone, x)
         assert all(torch.equal(each, x) for each in everyone), (codec, numel)
         if "stochastic" not in codec:
-            assert torch.equal(x.cpu(), _average([sample(r, numel) for r in range(world)], codec)), (codec, numel)
+            right = reduced_by_hand([sample(r, numel) for r in range(world)], codec, world)
+            assert torch.equal(x.cpu(), right), (codec, numel)
     wire = group_for(dist.group.WORLD, x.device)._wire
     assert isinstance(wire, NcclWire)
 

@@ -64,13 +64,13 @@ def test_any_bytes_decode_and_sum_to_the_references_bits(
     spec: str, numel: int, kind: str, seed: int, dtype: torch.dtype
 ) -> None:
     codec, ranks = CODECS[spec], 1 + seed % 4
-    recipe = codec._recipe(torch.device("cpu"))
+    recipe = codec.recipe(torch.device("cpu"))
     data = some_bytes(kind, ranks, codec.row_bytes(numel), seed)
     expected = reference.decode(data, numel, dtype, recipe)
     own = some_floats(numel, seed, DTYPES[seed % 4]) if seed % 3 else None
     summed = reference.decode_sum(data, numel, dtype, recipe, own, seed % ranks, ranks)
     again = reference.decode_sum_encode(data, numel, recipe, own, seed % ranks, ranks, seed)
-    there = codec._recipe(torch.device(DEVICE))
+    there = codec.recipe(torch.device(DEVICE))
     mine = None if own is None else own.to(DEVICE)
     for name, kernel in KERNELS.items():
         out = torch.full((ranks, numel), 7.0, dtype=dtype, device=DEVICE)
@@ -89,10 +89,10 @@ def test_any_bytes_decode_and_sum_to_the_references_bits(
 def test_any_floats_encode_to_the_references_bytes(spec: str, numel: int, seed: int, dtype: torch.dtype) -> None:
     codec = CODECS[spec]
     rows = torch.stack([some_floats(numel, seed + i, dtype) for i in range(1 + seed % 2)])
-    expected = reference.encode(rows, codec._recipe(torch.device("cpu")), seed)
+    expected = reference.encode(rows, codec.recipe(torch.device("cpu")), seed)
     for name, kernel in KERNELS.items():
         out = torch.full(expected.shape, 0xA5, dtype=torch.uint8, device=DEVICE)
-        kernel.encode(out, rows.to(DEVICE), codec._recipe(torch.device(DEVICE)), seed)
+        kernel.encode(out, rows.to(DEVICE), codec.recipe(torch.device(DEVICE)), seed)
         assert torch.equal(out.cpu(), expected), name
 
 

@@ -83,7 +83,7 @@ def main() -> None:
     (FOLDER / f"{INPUT}.json").write_text(json.dumps({"float32": to_hex(x)}, indent=1) + "\n")
     for spec in SPECS:
         codec, numel = nc.codec(spec), numel_of(spec)
-        recipe = codec._recipe(torch.device("cpu"))
+        recipe = codec.recipe(torch.device("cpu"))
         row = reference.encode(x[:numel].unsqueeze(0), recipe, SEED)
         decoded = reference.decode(row, numel, torch.float32, recipe)
         record = {

@@ -97,14 +97,14 @@ class Codec:
         if out is None:
             return _shaped(self.encode_matrix(flat, seed), rows)
         seed = checks.seed(seed) if self.format.stochastic else 0
-        recipe = self._recipe(rows.device)
+        recipe = self.recipe(rows.device)
         checks.out(out, (*rows.shape[:-1], self.row_bytes(flat.shape[1])), (torch.uint8,), rows.device)
         return _write(out, lambda target: operators.encode_(target, flat, recipe, seed), flat)
 
     def encode_matrix(self, rows: Tensor, seed: int | None) -> Tensor:
         """`encode` of a plain float matrix that has been checked."""
         seed = checks.seed(seed) if self.format.stochastic else 0
-        return operators.encode(rows, self._recipe(rows.device), seed)
+        return operators.encode(rows, self.recipe(rows.device), seed)
 
     def decode(
         self, rows: Tensor, numel: int, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None
@@ -112,7 +112,7 @@ class Codec:
         """Decode `rows` [..., row_bytes(numel)] to [..., numel]."""
         checks.byte_rows(rows, self, numel, "rows")
         flat = checks.as_matrix(rows, "rows")
-        recipe = self._recipe(rows.device)
+        recipe = self.recipe(rows.device)
         if out is None:
             checks.float_dtype(dtype, "dtype")
             return _shaped(operators.decode(flat, numel, dtype, recipe), rows)
@@ -135,7 +135,7 @@ class Codec:
         `own` [numel], where given, stands exact in the place of row `own_rank`. The sum is divided by `divisor`.
         """
         rows, own = checks.summands(rows, self, numel, own, own_rank, divisor)
-        recipe = self._recipe(rows.device)
+        recipe = self.recipe(rows.device)
         if out is None:
             checks.float_dtype(dtype, "dtype")
             return operators.decode_sum(rows, numel, dtype, recipe, own, own_rank, divisor)
@@ -158,7 +158,7 @@ class Codec:
         """`decode_sum` and `encode` in one pass: uint8 [row_bytes(numel)]. The heart of a reduction."""
         rows, own = checks.summands(rows, self, numel, own, own_rank, divisor)
         seed = checks.seed(seed) if self.stochastic else 0
-        recipe = self._recipe(rows.device)
+        recipe = self.recipe(rows.device)
         if out is None:
             return operators.decode_sum_encode(rows, numel, recipe, own, own_rank, divisor, seed)
         checks.out(out, (rows.shape[-1],), (torch.uint8,), rows.device)
@@ -171,7 +171,7 @@ class Codec:
         The result is [..., out] in x's dtype, summed in fp32; differentiable in x and bias. `rows` is trusted to hold
         rows of x's last dimension.
         """
-        return multiply.linear(x, rows, self._recipe(x.device), bias)
+        return multiply.linear(x, rows, self.recipe(x.device), bias)
 
     # -- the bound ----------------------------------------------------------------------------------------------
 
@@ -239,7 +239,8 @@ class Codec:
             return x.reshape(1, x.numel())
         return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
-    def _recipe(self, device: torch.device) -> Recipe:
+    def recipe(self, device: torch.device) -> Recipe:
+        """The format and the numbers behind its codes, as operators take them."""
         recipe = self._recipes.get(device)
         if recipe is None:
             table = self._table(device) if self._tables else None

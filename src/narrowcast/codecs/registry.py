@@ -80,7 +80,7 @@ def which_kernel(
     as CUDA for common 4- and 8-bit codecs, and in Triton for others. The answer for "linear" holds for one bf16 vector
     and rows of about 4096 elements; larger batches may be decoded first and multiplied by torch.
     """
-    recipe = _resolve(codec)._recipe(torch.device("cpu"))
+    recipe = _resolve(codec).recipe(torch.device("cpu"))
     return operators.which_kernel(recipe, torch.device(device), operation)
 
 

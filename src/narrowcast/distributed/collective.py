@@ -112,9 +112,11 @@ class Collective:
             self._count(0 if row is None else len(row))
             return row
 
-        self._count(HEADER_BYTES * (self.size - 1))
-        nothing = torch.empty(0, dtype=torch.uint8, device=self.group.device)
-        self.wire.agree(self._header, along, incoming or [nothing] * self.size, meanwhile)
+        if not self.group.agreed_before(self.call):
+            self._count(HEADER_BYTES * (self.size - 1))
+        if incoming is None and not self.wire.together:
+            incoming = [torch.empty(0, dtype=torch.uint8, device=self.group.device)] * self.size
+        self.wire.agree(self._header, along, incoming or (), meanwhile)
 
     def swap(
         self,
@@ -186,10 +188,6 @@ class Collective:
         """Memory for a row that is to be sent: another one each time, until it surely is."""
         self._turn += 1
         return self._rows[self._turn % self.wire.turns, :nbytes]
-
-    def next_rows(self, sizes: Sequence[int]) -> Tensor:
-        """Memory for a row for each rank, of these sizes, side by side: the first one is the longest."""
-        return self._rows[:, : sizes[0]]
 
     def _count(self, nbytes: int) -> None:
         self.encoder.meter.sent_bytes += nbytes

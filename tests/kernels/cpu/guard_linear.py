@@ -19,7 +19,7 @@ SPECS = [
 
 def check(kernel: binding.Native, codec: nc.Codec, numel: int, batch: int, at_end: bool) -> int:
     table = None if not codec._tables else guarded(codec._tables[torch.device("cpu")], at_end)
-    recipe = codec._recipe(torch.device("cpu"))._replace(table=table)
+    recipe = codec.recipe(torch.device("cpu"))._replace(table=table)
     data = guarded(codec.encode(torch.randn(5, numel), 1), at_end)
     dtype = (torch.float32, torch.bfloat16, torch.float16)[numel % 3]
     x = guarded(torch.randn(batch, numel).to(dtype), at_end)

@@ -40,7 +40,7 @@ def guarded(source: Tensor, at_end: bool) -> Tensor:
 def check(kernel: binding.Native, codec: nc.Codec, numel: int, at_end: bool) -> int:
     x = torch.randn(1, numel)
     table = None if not codec._tables else guarded(codec._tables[torch.device("cpu")], at_end)
-    recipe = codec._recipe(x.device)._replace(table=table)
+    recipe = codec.recipe(x.device)._replace(table=table)
     calls = 0
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         rows = guarded(x.to(dtype), at_end)

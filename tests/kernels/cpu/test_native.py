@@ -90,7 +90,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec[:40])
 def test_every_instruction_set_gives_the_bytes_of_the_reference(kernel: binding.Native, spec: str) -> None:
     codec = nc.codec(spec)
-    recipe = codec._recipe(torch.device("cpu"))
+    recipe = codec.recipe(torch.device("cpu"))
     dtypes = list(BITS_OF)
     for case, (rows, numel) in enumerate([(2, 0), (1, 1), (3, 7), (2, 65), (3, 1000), (1, 4500)]):
         for kind in INPUTS:
@@ -124,7 +124,7 @@ def test_every_instruction_set_gives_the_bytes_of_the_reference(kernel: binding.
 )
 def test_long_rows_are_cut_into_parts_without_a_trace(kernel: binding.Native, spec: str) -> None:
     codec = nc.codec(spec)
-    recipe = codec._recipe(torch.device("cpu"))
+    recipe = codec.recipe(torch.device("cpu"))
     x = made("non-finite" if "row" not in spec else "wide", 1, 200_003, 1)
     expected = reference.encode(x, recipe, 5)
     data = torch.full_like(expected, 0xAB)

@@ -46,7 +46,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 def multiplied(kernel: binding.Native, codec: Codec, x: Tensor, data: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.full((len(x), len(data)), 7.0, dtype=x.dtype)
-    assert kernel.linear(out, x, data, codec._recipe(CPU), bias)
+    assert kernel.linear(out, x, data, codec.recipe(CPU), bias)
     return out
 
 
@@ -225,7 +225,7 @@ def test_results_past_the_largest_half_are_infinite_as_in_torch(kernel: binding.
 
 def test_larger_batches_and_fp64_are_left_to_tiles(kernel: binding.Native) -> None:
     codec = nc.codec("int4")
-    data, recipe = codec.encode(randn(3, 100)), codec._recipe(CPU)
+    data, recipe = codec.encode(randn(3, 100)), codec.recipe(CPU)
     beyond = [randn(most + 1, 100, dtype=dtype) for dtype, most in binding.MAX_BATCH.items()]
     for x in (*beyond, randn(1, 100).double()):
         assert not kernel.linear(torch.empty(len(x), 3, dtype=x.dtype), x, data, recipe, None)

@@ -255,7 +255,7 @@ def spoil(row: Tensor, recipe: Recipe, k: int) -> None:
 
 
 def check(case: Case) -> None:
-    recipe = nc.codec(case.spec)._recipe(CPU)
+    recipe = nc.codec(case.spec).recipe(CPU)
     hold(case, recipe, 40, lambda n, k: cut_of(case, recipe, n, k), launch, lambda cut: cut._replace(grid=1))
 
 
@@ -292,7 +292,7 @@ def hold(
 
 @pytest.mark.parametrize("case", DOT, ids=str)
 def test_dot_is_exact_where_sums_are_and_nan_stays_in_its_row(case: Case) -> None:
-    assert cut_of(case, nc.codec(case.spec)._recipe(CPU), 40, 544).name == "dot"
+    assert cut_of(case, nc.codec(case.spec).recipe(CPU), 40, 544).name == "dot"
     check(case)
 
 
@@ -320,7 +320,7 @@ def test_cuts_that_no_plan_has_do_the_same(case: Case) -> None:
 @pytest.mark.parametrize("spec", ["int8", "int4", "nf4:block=128", "fp8_e4m3:block=128"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_block_longer_than_the_row_is_one_scale_of_the_row(spec: str, batch: int) -> None:
-    recipe = nc.codec(spec)._recipe(CPU)
+    recipe = nc.codec(spec).recipe(CPU)
     case = Case(spec, batch, torch.float16, None)
     x, data, bias = whole(case, recipe, 19, 64)
     cut = cut_of(case, recipe, 19, 64)
@@ -333,7 +333,7 @@ def test_a_block_longer_than_the_row_is_one_scale_of_the_row(spec: str, batch: i
     [("int8", 1), ("int8", 16), ("int4", 65), ("int8", 33), ("nf4", 40), ("int4:block=96", 40), ("int8:block=row", 20)],
 )
 def test_a_call_is_launched_as_planned_in_parts_of_a_batch_too(spec: str, batch: int) -> None:
-    recipe = nc.codec(spec)._recipe(CPU)
+    recipe = nc.codec(spec).recipe(CPU)
     case = Case(spec, batch, torch.bfloat16, torch.float32)
     x, data, bias = whole(case, recipe, 35, 512)
     out = torch.empty(batch, 35, dtype=torch.bfloat16)

@@ -80,7 +80,7 @@ def launch(slices: Slices, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor
 
 @pytest.mark.parametrize(("case", "division"), CASES, ids=str)
 def test_each_division_is_exact_where_sums_are_and_nan_stays_in_its_row(case: Case, division: Division) -> None:
-    recipe = nc.codec(case.spec)._recipe(CPU)
+    recipe = nc.codec(case.spec).recipe(CPU)
 
     def plan(n: int, k: int) -> Slices:
         return divided(case, division, recipe, n, k)
@@ -92,7 +92,7 @@ def test_each_division_is_exact_where_sums_are_and_nan_stays_in_its_row(case: Ca
 @pytest.mark.parametrize("batch", [2, 9, 17, 33, 64])
 @pytest.mark.parametrize("spec", ["int8:block=row", "int8", "int4:block=128", "int4", "nf4"])
 def test_every_layer_of_a_model_has_a_plan_that_fits(spec: str, batch: int, hopper: bool) -> None:
-    format = nc.codec(spec)._recipe(CPU).format
+    format = nc.codec(spec).recipe(CPU).format
     codes = codes_of(format)
     assert codes is not None
     room, table = 227 << 10 if hopper else 163 << 10, 32 << 10 if codes >= 2 else 0
@@ -109,7 +109,7 @@ def test_every_layer_of_a_model_has_a_plan_that_fits(spec: str, batch: int, hopp
 
 @pytest.mark.parametrize(("spec", "dtype"), [("int4:block=96", 2), ("int8:block=16,scale=bf16", 2), ("int8", 0)])
 def test_what_slices_cannot_do_is_left_to_others(spec: str, dtype: int) -> None:
-    format = nc.codec(spec)._recipe(CPU).format
+    format = nc.codec(spec).recipe(CPU).format
     codes = codes_of(format)
     assert codes is not None
     assert choose_slices(codes, format.block, 2, 33, 64, 4096, dtype, -1, 132, 227 << 10, True) is None

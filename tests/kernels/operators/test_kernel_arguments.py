@@ -17,7 +17,7 @@ from narrowcast.kernels.layout import Grid, Recipe
 
 KERNELS = kernels("cpu")
 CODEC = nc.codec("nf4")
-RECIPE = CODEC._recipe(torch.device("cpu"))
+RECIPE = CODEC.recipe(torch.device("cpu"))
 NUMEL, RANKS = 70, 3
 X = torch.randn(RANKS, NUMEL, generator=torch.Generator().manual_seed(0))
 ROWS = CODEC.encode(X)
@@ -80,7 +80,7 @@ ENCODE = [
         r"table: must be contiguous",
     ),
     (
-        lambda k: k.encode(byte_room(RANKS, 80), X, nc.codec("int8")._recipe(X.device)._replace(table=TABLE), 0),
+        lambda k: k.encode(byte_room(RANKS, 80), X, nc.codec("int8").recipe(X.device)._replace(table=TABLE), 0),
         ShapeError,
         r"INT codes has one",
     ),

@@ -73,5 +73,5 @@ def test_it_says_cuda_exactly_where_a_product_goes_there(name: str, monkeypatch:
     codec = CODECS[name]
     numel = 3072  # a multiple of every block in the table
     x, data = torch.ones(1, numel, dtype=torch.bfloat16), torch.zeros(16, codec.row_bytes(numel), dtype=torch.uint8)
-    taken = choose.linear(torch.empty(1, 16, dtype=x.dtype), x, data, codec._recipe(torch.device("cpu")), None)
+    taken = choose.linear(torch.empty(1, 16, dtype=x.dtype), x, data, codec.recipe(torch.device("cpu")), None)
     assert nc.which_kernel(codec, "cuda", operation="linear") == ("cuda" if taken else "triton")

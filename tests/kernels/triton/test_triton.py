@@ -98,7 +98,7 @@ def rows_of_every_kind(numel: int, seed: int = 0, codec: nc.Codec | None = None)
 
 def recipe_of(codec: nc.Codec) -> tuple[Recipe, Recipe]:
     """The recipe on the device, and the reference's: on the CPU, where no fast path of torch replaces a division."""
-    return codec._recipe(torch.device(DEVICE)), codec._recipe(torch.device("cpu"))
+    return codec.recipe(torch.device(DEVICE)), codec.recipe(torch.device("cpu"))
 
 
 def encoded(kernel: Kernel, codec: nc.Codec, rows: Tensor, seed: int = 5) -> Tensor:

@@ -44,14 +44,14 @@ def assert_close(
     kernel: Kernel, codec: nc.Codec, rows: int, numel: int, batch: int, dtype: torch.dtype, biased: bool
 ) -> None:
     generator = torch.Generator().manual_seed(rows * numel + batch)
-    recipe = codec._recipe(torch.device("cpu"))
+    recipe = codec.recipe(torch.device("cpu"))
     data = reference.encode(torch.randn(rows, numel, generator=generator), recipe, 0)
     x = torch.randn(batch, numel, generator=generator).to(dtype)
     bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
     exact, allowed = bound(x, reference.decode(data, numel, torch.float64, recipe), bias)
     out = torch.full((batch, rows), torch.nan, dtype=dtype, device=DEVICE)
     mine = None if bias is None else bias.to(DEVICE)
-    assert kernel.linear(out, x.to(DEVICE), data.to(DEVICE), codec._recipe(torch.device(DEVICE)), mine)
+    assert kernel.linear(out, x.to(DEVICE), data.to(DEVICE), codec.recipe(torch.device(DEVICE)), mine)
     assert ((out.cpu().double() - exact).abs() <= allowed).all()
 
 
@@ -90,8 +90,8 @@ def test_rows_of_many_blocks_multiply_within_the_bound(
 @here
 def test_rows_of_a_larger_matrix_and_a_strided_x_are_read_where_they_lie(kernel: Kernel) -> None:
     codec = nc.codec("int4:block=32")
-    recipe = codec._recipe(torch.device(DEVICE))
-    every = reference.encode(torch.randn(40, 96), codec._recipe(torch.device("cpu")), 0).to(DEVICE)
+    recipe = codec.recipe(torch.device(DEVICE))
+    every = reference.encode(torch.randn(40, 96), codec.recipe(torch.device("cpu")), 0).to(DEVICE)
     wide = torch.randn(4, 200, device=DEVICE)
     out, plain = torch.empty(4, 16, device=DEVICE), torch.empty(4, 16, device=DEVICE)
     assert kernel.linear(out, wide[:, 8:104], every[10:26], recipe, None)
@@ -104,12 +104,10 @@ def test_a_block_that_is_not_finite_spoils_its_own_output_alone(kernel: Kernel) 
     codec = nc.codec("int8:block=32")
     weight = torch.randn(20, 256)
     weight[7, 40] = torch.inf
-    data = reference.encode(weight, codec._recipe(torch.device("cpu")), 0).to(DEVICE)
+    data = reference.encode(weight, codec.recipe(torch.device("cpu")), 0).to(DEVICE)
     for batch in (1, 4):
         out = torch.empty(batch, 20, device=DEVICE)
-        assert kernel.linear(
-            out, torch.ones(batch, 256, device=DEVICE), data, codec._recipe(torch.device(DEVICE)), None
-        )
+        assert kernel.linear(out, torch.ones(batch, 256, device=DEVICE), data, codec.recipe(torch.device(DEVICE)), None)
         assert out[:, 7].isnan().all()
         assert out[:, torch.arange(20) != 7].isfinite().all()
 
@@ -117,7 +115,7 @@ def test_a_block_that_is_not_finite_spoils_its_own_output_alone(kernel: Kernel) 
 @here
 def test_large_batches_and_fp64_are_left_to_the_caller(kernel: Kernel) -> None:
     codec = nc.codec("int8")
-    recipe = codec._recipe(torch.device(DEVICE))
+    recipe = codec.recipe(torch.device(DEVICE))
     data = torch.zeros(4, codec.row_bytes(32), dtype=torch.uint8, device=DEVICE)
     for x in (torch.ones(65, 32, device=DEVICE), torch.ones(1, 32, dtype=torch.float64, device=DEVICE)):
         assert not kernel.linear(torch.empty(len(x), 4, dtype=x.dtype, device=DEVICE), x, data, recipe, None)

@@ -77,7 +77,7 @@ def test_unsigned_tables_mean_the_same_to_every_kernel(spec: str) -> None:
     expected = reference.fake_quantize(x.view(1, 1, -1), scale, grid.kernel).view_as(x)
     assert same_bits(fake_quantize(x, scale, grid.kernel, None), expected)
     codec = Levels(grid.levels, block="row")
-    assert torch.equal(codec.encode(x), reference.encode(x, codec._recipe(x.device), 0))
+    assert torch.equal(codec.encode(x), reference.encode(x, codec.recipe(x.device), 0))
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def find_differences(
 
 
 def _first_difference(kernel: Kernel, codec: Codec, device: torch.device) -> str | None:
-    plain, here = codec._recipe(torch.device("cpu")), codec._recipe(device)
+    plain, here = codec.recipe(torch.device("cpu")), codec.recipe(device)
     x = rows()
     data = reference.encode(x, plain, SEED)
     out = torch.empty_like(data, device=device)

@@ -60,9 +60,6 @@ def run(chunks: Sequence[Steps]) -> None:
 class Segment:
     """Elements in one codec: `parts[rank]` is what that rank owns, and `sums[rank]` takes its sum."""
 
-    whole: Tensor | None = None
-    """All parts end to end, the sums too: as large as the first one, but for the last that has elements."""
-
     def __init__(
         self, encoder: Encoder, parts: Sequence[Tensor], sums: Sequence[Tensor] | None = None, key: int | None = None
     ) -> None:
@@ -73,13 +70,6 @@ class Segment:
         """Tells the segments of one collective apart where rounding is stochastic."""
         self.sizes = [encoder.codec.row_bytes(len(part)) for part in parts]
 
-    @classmethod
-    def of(cls, encoder: Encoder, whole: Tensor, lengths: Sequence[int], key: int) -> Segment:
-        """A tensor that is summed in place, cut into parts of these lengths."""
-        segment = cls(encoder, whole.split(lengths), key=key)
-        segment.whole = None if encoder.codec.stochastic else whole  # every row has a seed of its own
-        return segment
-
     def encode(self, rank: int, peer: int, out: Tensor) -> None:
         """Encode the part of `peer`, as `rank`, into the bytes `out`."""
         self.encoder.encode(self.parts[peer][None], out, rank, peer, *self.key)
@@ -87,36 +77,10 @@ class Segment:
     def sent(self) -> None:
         """Called once every part is encoded, while the bytes are still there."""
 
-    def encode_all(self, out: Tensor) -> None:
-        """Encode every part of the whole into a row of `out` [ranks, bytes]."""
-        rows, rest = self._matrix()
-        self.encoder.encode(rows, out[: len(rows)])
-        if len(rest):
-            self.encoder.encode(rest[None], out[len(rows), : self.sizes[len(rows)]])
-
-    def decode_all(self, data: Tensor) -> None:
-        """Decode every sum into the whole: `data` has their rows end to end."""
-        rows, rest = self._matrix()
-        end = len(rows) * self.sizes[0]
-        self.encoder.decode(data[:end], rows)
-        if len(rest):
-            self.encoder.decode(data[end : end + self.sizes[len(rows)]], rest[None])
-
-    def _matrix(self) -> tuple[Tensor, Tensor]:
-        """The whole as equal rows, and what is left of it."""
-        assert self.whole is not None
-        columns = len(self.parts[0])
-        rows = len(self.whole) // max(1, columns)
-        return self.whole[: rows * columns].view(rows, columns), self.whole[rows * columns :]
-
-    def sum_own(self, inbox: Tensor, rank: int, divisor: int, out: Tensor) -> None:
-        """Sum the rows of the part that `rank` owns into `out`, encoded."""
+    def decode_sum_encode(self, inbox: Tensor, rank: int, divisor: int, out: Tensor) -> None:
+        """Sum the rows of the part that `rank` owns into `out`, encoded, and into its place."""
         own = self.parts[rank]
         self.encoder.decode_sum_encode(inbox, own, rank, divisor, out, rank, len(self.parts), *self.key)
-
-    def decode_sum_encode(self, inbox: Tensor, rank: int, divisor: int, out: Tensor) -> None:
-        """`sum_own`, and decode the sum into its place."""
-        self.sum_own(inbox, rank, divisor, out)
         self.decode(rank, out)
 
     def decode_sum(self, inbox: Tensor, rank: int, divisor: int) -> None:
@@ -155,10 +119,7 @@ class Chunk:
         shape = collective.size, self.sizes[self.rank]
         self._inbox = take(f"inbox {slot}", shape[0] * shape[1]).view(shape)
         if not keep_sums:
-            self._all_sums = take(f"sums {slot}", sum(self.sizes))
-            self._sums = self._all_sums.split(self.sizes)
-        first, *others = segments
-        self._whole = first if collective.wire.together and first.whole is not None and not others else None
+            self._sums = take(f"sums {slot}", sum(self.sizes)).split(self.sizes)
         self._rides_along = eager and index == 0 and max(self.sizes) <= collective.wire.eager
         self._prepared = False
         self._first_row: Tensor | None = None
@@ -183,12 +144,6 @@ class Chunk:
     def send(self) -> None:
         if not self._rides_along:
             self._prepare_once()
-            if self._whole is not None:
-                rows = self.collective.next_rows(self.sizes)
-                self._whole.encode_all(rows)
-                for peer in self.collective.targets:
-                    self.collective.send(rows[peer, : self.sizes[peer]], peer)
-                return
             for peer in self.collective.targets:
                 row, self._first_row = self._first_row, None  # encoded while ranks agreed
                 self.collective.send(self._encode(peer) if row is None else row, peer)
@@ -204,24 +159,13 @@ class Chunk:
                 segment.decode_sum(rows, self.rank, self.divisor)
             return
         mine = self._sums[self.rank]
-        if self._whole is not None:
-            if len(mine):
-                self._whole.sum_own(received[0], self.rank, self.divisor, mine)
-            self.collective.send_to_all(mine, stage=1)
-            return
         for segment, rows, out in zip(self.segments, received, self._rows(mine, self.rank), strict=True):
             if len(out):
                 segment.decode_sum_encode(rows, self.rank, self.divisor, out)
         self.collective.send_to_all(mine, stage=1)
 
     def finish(self) -> None:
-        if self.keep_sums:
-            return
-        if self._whole is not None:
-            for _ in self._sums_arrive():
-                pass
-            self._whole.decode_all(self._all_sums)
-        else:
+        if not self.keep_sums:
             for peer in self._sums_arrive():
                 for segment, row in zip(self.segments, self._rows(self._sums[peer], peer), strict=True):
                     segment.decode(peer, row)
@@ -233,8 +177,7 @@ class Chunk:
 
     def _encode_first(self) -> None:
         self._prepare_once()
-        if self._whole is None:
-            self._first_row = self._encode(self.collective.targets[0])
+        self._first_row = self._encode(self.collective.targets[0])
 
     def _encode(self, peer: int) -> Tensor:
         """The row for a peer."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from narrowcast.codecs import Codec
 from narrowcast.distributed.collective import Collective
+from narrowcast.distributed.protocols import together
 from narrowcast.distributed.protocols.pipeline import Chunk, Segment, reduce
 
 UNIT = 128
@@ -52,11 +53,12 @@ def cut(numel: int, ranks: int, codec: Codec, eager: int) -> list[int]:
 
 def all_reduce(collective: Collective, flat: Tensor, divisor: int) -> None:
     """Sum `flat` [numel] over all ranks, in place."""
+    if collective.wire.together and not collective.call.codec.stochastic:  # there every row has a seed of its own
+        together.all_reduce(collective, flat, split(len(flat), collective.size), divisor)
+        return
     sizes = cut(len(flat), collective.size, collective.call.codec, collective.wire.eager)
-    segments = [
-        Segment.of(collective.encoder, chunk, split(len(chunk), collective.size), key=i)
-        for i, chunk in enumerate(flat.split(sizes))
-    ]
+    parts = [chunk.split(split(len(chunk), collective.size)) for chunk in flat.split(sizes)]
+    segments = [Segment(collective.encoder, part, key=i) for i, part in enumerate(parts)]
     reduce(collective, [Chunk(collective, [segment], i, divisor) for i, segment in enumerate(segments)])
 
 

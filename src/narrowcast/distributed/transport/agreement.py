@@ -72,9 +72,13 @@ class Header:
     """What a rank says of its call, as the `number`th one of its lane: `data` always, the statement where it must."""
 
     def __init__(self, call: Call, number: int, rank: int, ranks: int) -> None:
-        self._call, self._number, self._ranks = call, number, ranks
-        self._digest, self._common = _digest(call.op, call.codec, call.words)
-        self.data = as_tensor(_HEADER.pack(number, self._digest, _fold(rank, call.send, call.receive)))
+        self._call, self._number, self._rank, self._ranks = call, number, rank, ranks
+
+    @functools.cached_property
+    def data(self) -> torch.Tensor:
+        call = self._call
+        digest, _ = _digest(call.op, call.codec, call.words)
+        return as_tensor(_HEADER.pack(self._number, digest, _fold(self._rank, call.send, call.receive)))
 
     @property
     def key(self) -> bytes | None:
@@ -83,7 +87,7 @@ class Header:
 
     def statement(self) -> torch.Tensor:
         call, nothing = self._call, (0,) * self._ranks
-        said = _STATED.pack(self._number, self._digest, self._common)
+        said = _STATED.pack(self._number, *_digest(call.op, call.codec, call.words))
         return as_tensor(
             said + struct.pack(f"<{2 * self._ranks}q", *(call.send or nothing), *(call.receive or nothing))
         )

@@ -18,6 +18,8 @@ class Buffers:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+        self.version = 0
+        """Another one when memory that was taken before is no longer what the next `take` gives."""
 
     def take(self, name: str, nbytes: int, device: torch.device, *, pinned: bool = False) -> Tensor:
         """`nbytes` of uninitialised memory. The same name shares its memory."""
@@ -25,6 +27,7 @@ class Buffers:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < nbytes:
             self._buffers.pop(key, None)
+            self.version += 1
             with torch.inference_mode(False):  # it outlives the call
                 buffer = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
             self._buffers[key] = buffer
@@ -39,3 +42,4 @@ class Buffers:
 
     def clear(self) -> None:
         self._buffers.clear()
+        self.version += 1

@@ -53,6 +53,8 @@ class Group:
         self.ranks = connections.ranks
         self.lane = Lane(f"narrowcast {self.name}", self.device, self._check_stream)
         self.buffers = Buffers()
+        self.prepared: dict[object, object] = {}
+        """What protocols keep for calls alike."""
         self._shared, self._tag, self._pair = tag is not None, tag or 0, pair
         self._wire: Wire | None = None
         self._generation = 0

@@ -24,7 +24,7 @@ from torch import Tensor
 from narrowcast.distributed.transport.agreement import Call, Header
 from narrowcast.distributed.transport.gloo import GlooWire
 from narrowcast.distributed.transport.nccl_guard import Guard
-from narrowcast.distributed.transport.wire import WireError
+from narrowcast.distributed.transport.wire import Exchange, WireError
 
 REMEMBERED = 1024
 """So many sets of arguments, the last ones, are known to be agreed on."""
@@ -85,15 +85,27 @@ class NcclWire:
     def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
         def arrivals() -> Iterator[int]:
             nothing = incoming[0][:0]
-            into = [row if peer != self.rank else nothing for peer, row in enumerate(incoming)]
             rows = [self._outgoing.pop(peer, nothing) for peer in range(self.size)]
-            self._exchange(into, rows)
+            self.exchange(self.prepare(rows, incoming))
             yield from (peer for peer in range(self.size) if peer != self.rank)
 
         return arrivals
 
     def send(self, row: Tensor, peers: Sequence[int], stage: int = 0) -> None:
         self._outgoing.update(dict.fromkeys(peers, row))  # they all go when the rows of the others are asked for
+
+    def prepare(self, rows: Sequence[Tensor], into: Sequence[Tensor]) -> Exchange:
+        nothing = into[0][:0]
+        given, taken = ([row if i != self.rank else nothing for i, row in enumerate(each)] for each in (rows, into))
+        if len(self._groups) == 1 or max(map(len, (*given, *taken))) <= HALVED:
+            return [(0, taken, given)]
+        return [(i, _half(taken, i), _half(given, i)) for i in range(2)]
+
+    def exchange(self, prepared: Exchange) -> None:
+        if self.trouble is not None:
+            raise self.trouble
+        for work in [self._groups[i].alltoall(into, rows) for i, into, rows in prepared]:
+            work.wait()  # makes the stream wait, not the host
 
     def flush(self) -> None:
         self.control.flush()
@@ -122,17 +134,6 @@ class NcclWire:
             self._groups = []
         self._abort()
         self.control.retire()
-
-    def _exchange(self, into: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        """Swap a row with each peer. The stream waits for it, not the host."""
-        if self.trouble is not None:
-            raise self.trouble
-        if len(self._groups) == 1 or max(map(len, (*into, *rows))) <= HALVED:
-            self._groups[0].alltoall(into, rows).wait()
-            return
-        halves = [(_half(into, i), _half(rows, i)) for i in range(2)]
-        for work in [group.alltoall(*half) for group, half in zip(self._groups, halves, strict=True)]:
-            work.wait()
 
     def _communicator(self, store: dist.Store, name: str) -> Any:
         """A communicator that leaves failures to this wire: torch's own watchdog would end the process."""

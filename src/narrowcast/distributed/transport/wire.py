@@ -50,7 +50,7 @@ class Wire(Protocol):
     eager: int
     """Rows of up to so many bytes travel with the header."""
     together: bool
-    """Whether all rows leave at the same time, so that they may as well be made together."""
+    """Whether all rows leave at the same time, so that they may as well be made together: a `TogetherWire`."""
 
     @property
     def agreed(self) -> bool:
@@ -92,3 +92,17 @@ class Wire(Protocol):
 
     def retire(self) -> None:
         """Let go of threads and buffers, once nothing is on its way any more."""
+
+
+Exchange = Sequence[tuple[int, list[Tensor], list[Tensor]]]
+"""An exchange as it was prepared: which communicator takes what from whom, and gives what to whom."""
+
+
+class TogetherWire(Wire, Protocol):
+    """A wire whose rows all leave together."""
+
+    def prepare(self, rows: Sequence[Tensor], into: Sequence[Tensor]) -> Exchange:
+        """An exchange that may be made many times: `rows[peer]` for that of every peer, which goes `into[peer]`."""
+
+    def exchange(self, prepared: Exchange) -> None:
+        """Make it. The current stream waits for it, not the host."""

