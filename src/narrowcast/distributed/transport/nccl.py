@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -31,6 +32,9 @@ REMEMBERED = 1024
 
 HALVED = 1 << 16
 """Rows of more bytes go in two halves."""
+
+ABORT_SECONDS = 10.0
+"""How long a communicator is waited for that is to give up."""
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -55,6 +59,9 @@ class NcclWire:
         )
         self._agreed: OrderedDict[bytes, None] = OrderedDict()
         self._outgoing: dict[int, Tensor] = {}
+        self._halves = False
+        """Whether long rows of the call under way go in two halves. Where ranks do not know each other's counts, some
+        may have no long row, and NCCL hangs where not all ranks come to a communicator."""
         self._always = os.environ.get("NARROWCAST_DEBUG", "0") not in ("", "0")
         self._meet(device)
 
@@ -76,6 +83,7 @@ class NcclWire:
         if self._always or key not in self._agreed:
             self.control.agree(header, lambda peer: None, [header.data[:0]] * self.size)
         self.control.agreed = True
+        self._halves = key is not None and len(self._groups) == 2
         if key is not None:  # all ranks make the same calls: what one has forgotten, all have
             self._agreed[key] = None
             self._agreed.move_to_end(key)
@@ -97,7 +105,7 @@ class NcclWire:
     def prepare(self, rows: Sequence[Tensor], into: Sequence[Tensor]) -> Exchange:
         nothing = into[0][:0]
         given, taken = ([row if i != self.rank else nothing for i, row in enumerate(each)] for each in (rows, into))
-        if len(self._groups) == 1 or max(map(len, (*given, *taken))) <= HALVED:
+        if not self._halves or max(map(len, (*given, *taken))) <= HALVED:
             return [(0, taken, given)]
         return [(i, _half(taken, i), _half(given, i)) for i in range(2)]
 
@@ -162,9 +170,17 @@ class NcclWire:
 
     def _abort(self) -> None:
         groups, self._groups = self._groups, []
-        for group in groups:
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+        # All at the same time: while the kernel of one waits on the GPU, the memory of another cannot be freed.
+        aborting = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
+        for thread in aborting:
+            thread.start()
+        for thread in aborting:
+            thread.join(ABORT_SECONDS)
+
+
+def _abort(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        group.abort()
 
 
 def _half(rows: Sequence[Tensor], which: int) -> list[Tensor]:
