@@ -1,4 +1,4 @@
-"""The two-stage reduction, written out with the operations of a codec alone."""
+"""The reductions, written out with the operations of a codec alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from torch import Tensor
 import narrowcast as nc
 
 
-def reduced_by_hand(tensors: Sequence[Tensor], codec: str, divisor: int) -> Tensor:
-    """The sum of flat tensors, one per rank, cut into one part per rank: its owner's own numbers are exact."""
+def reduced_by_hand(tensors: Sequence[Tensor], codec: str, divisor: int, *, one_stage: bool = False) -> Tensor:
+    """The sum of flat tensors, one per rank, cut into one part per rank: its owner's own numbers are exact.
+
+    In one stage, all of every tensor is quantized once.
+    """
     coder, ranks, numel = nc.codec(codec), len(tensors), len(tensors[0])
+    if one_stage:
+        rows = torch.stack([coder.encode(x, 0) for x in tensors])
+        return coder.decode_sum(rows, numel, tensors[0].dtype, divisor=divisor)
     each = -(-numel // (ranks * 128)) * 128
     sums = []
     for owner in range(ranks):

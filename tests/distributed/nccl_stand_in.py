@@ -27,7 +27,7 @@ class StandIn:
     def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, options._timeout)
 
-    def alltoall(self, into: list[Tensor], rows: list[Tensor]) -> Any:
+    def alltoall(self, into: list[Tensor], rows: list[Tensor], options: Any = None) -> Any:
         works = [self._group.recv([row], peer, 0) for peer, row in enumerate(into) if len(row)]
         works += [self._group.send([row], peer, 0) for peer, row in enumerate(rows) if len(row)]
         return SimpleNamespace(wait=lambda: [work.wait() for work in works])

@@ -9,7 +9,10 @@ import torch.distributed as dist
 from by_hand import reduced_by_hand
 from ranks import run
 
+import narrowcast as nc
 from narrowcast import distributed as ncd
+from narrowcast.distributed.protocols import together
+from narrowcast.distributed.protocols.together import in_one_stage
 from narrowcast.distributed.transport import nccl
 from narrowcast.distributed.transport.group import group_for
 
@@ -24,6 +27,7 @@ def sample(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 def _reduced(rank: int) -> None:
     nccl_stand_in.use()
     nccl.HALVED = 1000  # so that long rows go in two halves here
+    together.SPARE_BYTES = 4000  # and not only small tensors in two stages
     world = dist.get_world_size()
     group = group_for(dist.group.WORLD, torch.device("cpu"))
     for turn in range(2):  # the second time with what the first one prepared
@@ -33,7 +37,9 @@ def _reduced(rank: int) -> None:
                 x = sample(rank, numel, kind)
                 ncd.reset_stats()
                 ncd.all_reduce(x, dist.ReduceOp.AVG, codec=codec)
-                right = reduced_by_hand([sample(peer, numel, kind) for peer in range(world)], codec, world)
+                one = in_one_stage(nc.codec(codec).row_bytes(numel), world)
+                everyone = [sample(peer, numel, kind) for peer in range(world)]
+                right = reduced_by_hand(everyone, codec, world, one_stage=one)
                 assert torch.equal(x, right), (codec, numel, turn)
         group.buffers.clear()  # memory that was given back is not used again
     y = sample(rank, 1 << 16, torch.float32).view(256, 256).t()  # not contiguous, and a sum
@@ -58,5 +64,5 @@ def _counted(rank: int) -> int:
 
 
 def test_bytes_are_counted() -> None:
-    row = 2048 + 2048 // 128 * 4  # codes, and an fp32 scale for each block of 128; a known call has no header
-    assert run(2, _counted, timeout=55) == [2 * row] * 2
+    row = 4096 + 4096 // 128 * 4  # codes, and an fp32 scale for each block of 128; a known call has no header
+    assert run(2, _counted, timeout=55) == [row] * 2

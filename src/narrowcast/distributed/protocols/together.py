@@ -1,8 +1,13 @@
-"""The two-stage reduction over a wire whose rows all leave together: NCCL's.
+"""Reductions over a wire whose rows all leave together: NCCL's.
 
-Rows are encoded in one launch and decoded in one, however many ranks there are. Up to a few megabytes, what a call
-takes on the host decides how long it is, so all that depends on sizes alone is prepared once for all calls alike:
-memory, and the views of it that go to the kernels and to the wire.
+Up to a few megabytes, what a call takes on the host decides how long it is. So all that depends on sizes alone is
+prepared once for all calls alike: memory, and the views of it that go to the kernels and to the wire. There are two
+forms, and which one is taken depends on the codec, the size and the number of ranks alone:
+
+- in two stages, as everywhere (two_stage.py): rows are encoded in one launch and decoded in one;
+- in one: every rank sends its whole tensor to all others, and adds up all of them, itself as the others see it. Each
+  element is quantized once. Two ranks send as many bytes that way as in two stages; more ranks send more, so they do
+  it with small tensors only.
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ from narrowcast.kernels import operators
 PREPARED = 256
 """So many kinds of calls are prepared at a time, in a group."""
 
+SPARE_BYTES = 1 << 16
+"""So many more bytes may a rank send to save the second exchange, which takes as long as these on a fast network."""
+
 
 def all_reduce(collective: Collective, flat: Tensor, lengths: Sequence[int], divisor: int) -> None:
     """Sum `flat` [numel] over all ranks, in place; rank r owns `lengths[r]` elements of it."""
@@ -26,20 +34,63 @@ def all_reduce(collective: Collective, flat: Tensor, lengths: Sequence[int], div
     prepared = collective.group.prepared
     kind = collective.call.codec, len(flat)
     reduction = prepared.get(kind)
-    if not isinstance(reduction, _Reduction) or reduction.version != collective.group.buffers.version:
+    if not isinstance(reduction, _Prepared) or reduction.version != collective.group.buffers.version:
         if len(prepared) >= PREPARED:
             prepared.clear()
-        reduction = prepared[kind] = _Reduction(collective, lengths)
+        reduction = prepared[kind] = _prepare(collective, len(flat), lengths)
     reduction.run(collective, flat, divisor)
 
 
-class _Reduction:
+def in_one_stage(nbytes: int, ranks: int) -> bool:
+    """Whether a tensor of so many encoded bytes is sent whole."""
+    return (ranks - 1) * nbytes - 2 * (ranks - 1) * nbytes // ranks <= SPARE_BYTES
+
+
+def _prepare(collective: Collective, numel: int, lengths: Sequence[int]) -> _Prepared:
+    nbytes = collective.call.codec.row_bytes(numel)
+    if in_one_stage(nbytes, collective.size):
+        return _OneStage(collective, nbytes)
+    return _TwoStages(collective, lengths)
+
+
+class _Prepared:
     """Memory and views for the reductions of tensors of one size, in one codec."""
 
+    def __init__(self, collective: Collective) -> None:
+        self._recipe = collective.call.codec.recipe(collective.group.device)
+        self.version = -1
+
+    def run(self, collective: Collective, flat: Tensor, divisor: int) -> None:
+        raise NotImplementedError
+
+
+class _OneStage(_Prepared):
+    def __init__(self, collective: Collective, nbytes: int) -> None:
+        super().__init__(collective)
+        self._inbox = collective.encoder.take("inbox 0", collective.size * nbytes).view(collective.size, nbytes)
+        self._mine = self._inbox[collective.rank][None]
+        everyone = self._inbox.unbind()
+        self._to_all = _wire(collective).prepare([everyone[collective.rank]] * collective.size, everyone)
+        self._sent_bytes = (collective.size - 1) * nbytes
+        self.version = collective.group.buffers.version
+
+    def run(self, collective: Collective, flat: Tensor, divisor: int) -> None:
+        if not len(flat):
+            return
+        meter = collective.encoder.meter
+        with meter.encode():
+            operators.encode_(self._mine, flat[None], self._recipe, 0)
+        _wire(collective).exchange(self._to_all)
+        with meter.decode():
+            operators.decode_sum_(flat, self._inbox, self._recipe, None, 0, divisor)
+        meter.sent_bytes += self._sent_bytes
+
+
+class _TwoStages(_Prepared):
     def __init__(self, collective: Collective, lengths: Sequence[int]) -> None:
+        super().__init__(collective)
         rank, ranks, codec = collective.rank, collective.size, collective.call.codec
         sizes = [codec.row_bytes(length) for length in lengths]
-        self._recipe = codec.recipe(collective.group.device)
         self._columns = lengths[0]
         self._rows = sum(length == lengths[0] for length in lengths) if lengths[0] else 0
         self._end = self._rows * self._columns

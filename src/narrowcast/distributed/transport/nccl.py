@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllToAllOptions
 
 from narrowcast.distributed.transport.agreement import Call, Header
 from narrowcast.distributed.transport.gloo import GlooWire
@@ -57,6 +58,9 @@ class NcclWire:
         self._guard = Guard(
             device, control.gloo.targets, self._timeout.total_seconds(), control.gloo.look, self._give_up
         )
+        self._here = AllToAllOptions()
+        self._here.asyncOp = False
+        """On the current stream, not on one of the communicator's own."""
         self._agreed: OrderedDict[bytes, None] = OrderedDict()
         self._outgoing: dict[int, Tensor] = {}
         self._halves = False
@@ -112,6 +116,10 @@ class NcclWire:
     def exchange(self, prepared: Exchange) -> None:
         if self.trouble is not None:
             raise self.trouble
+        if len(prepared) == 1:
+            ((i, into, rows),) = prepared
+            self._groups[i].alltoall(into, rows, self._here).wait()
+            return
         for work in [self._groups[i].alltoall(into, rows) for i, into, rows in prepared]:
             work.wait()  # makes the stream wait, not the host
 
