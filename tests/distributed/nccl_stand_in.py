@@ -30,6 +30,8 @@ class StandIn:
     def alltoall(self, into: list[Tensor], rows: list[Tensor], options: Any = None) -> Any:
         works = [self._group.recv([row], peer, 0) for peer, row in enumerate(into) if len(row)]
         works += [self._group.send([row], peer, 0) for peer, row in enumerate(rows) if len(row)]
+        if options is not None and not options.asyncOp:
+            return [work.wait() for work in works]
         return SimpleNamespace(wait=lambda: [work.wait() for work in works])
 
     def abort(self) -> None:

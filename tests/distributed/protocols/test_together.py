@@ -44,9 +44,8 @@ def _reduced(rank: int) -> None:
         group.buffers.clear()  # memory that was given back is not used again
     y = sample(rank, 1 << 16, torch.float32).view(256, 256).t()  # not contiguous, and a sum
     ncd.all_reduce(y, codec="int8")
-    right = reduced_by_hand(
-        [sample(peer, 1 << 16, torch.float32).view(256, 256).t().reshape(-1) for peer in range(world)], "int8", 1
-    )
+    everyone = [sample(peer, 1 << 16, torch.float32).view(256, 256).t().reshape(-1) for peer in range(world)]
+    right = reduced_by_hand(everyone, "int8", 1, one_stage=in_one_stage(nc.codec("int8").row_bytes(1 << 16), world))
     assert torch.equal(y.reshape(-1), right)
 
 

@@ -118,7 +118,7 @@ class NcclWire:
             raise self.trouble
         if len(prepared) == 1:
             ((i, into, rows),) = prepared
-            self._groups[i].alltoall(into, rows, self._here).wait()
+            self._groups[i].alltoall(into, rows, self._here)  # the stream has it: there is nothing to wait for
             return
         for work in [self._groups[i].alltoall(into, rows) for i, into, rows in prepared]:
             work.wait()  # makes the stream wait, not the host
