@@ -51,8 +51,9 @@ class Group:
         self.nccl = connections.nccl
         self.rank = connections.rank
         self.ranks = connections.ranks
-        self.lane = Lane(f"narrowcast {self.name}", self.device, self._check_stream)
         self.buffers = Buffers()
+        moved = self.buffers.used_on if self.nccl and self.device.type == "cuda" else None
+        self.lane = Lane(f"narrowcast {self.name}", self.device, self._check_stream, moved)
         self.prepared: dict[object, object] = {}
         """What protocols keep for calls alike."""
         self._shared, self._tag, self._pair = tag is not None, tag or 0, pair

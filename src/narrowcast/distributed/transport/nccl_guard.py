@@ -1,16 +1,17 @@
 """What NCCL has under way, looked after: a peer that is gone, refuses a call or does not come ends the wait for it.
 
-A kernel of NCCL waits on the GPU for rows that may never come, and no host thread notices. Each call leaves a number in
-host memory when the stream is through with it. While one is missing for long, a thread looks at the connections over
+A kernel of NCCL waits on the GPU for rows that may never come, and no host thread notices. So while there are calls, a
+thread records an event on their stream now and then. While it does not come, the thread looks at the connections over
 which headers are compared: a peer that is gone, or that gave a call up, has broken them. Then NCCL is told to give up,
 the stream goes on, and the next call, or `work.wait()`, raises.
 
-The number comes by a copy on the stream, and is read as memory: a call of CUDA from another thread would break a graph
-that the caller captures.
+(A number that the stream copies into host memory would do as well, but copies of other streams would wait behind it.)
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,8 +24,8 @@ FIRST_LOOK_SECONDS = 0.25
 RARE_LOOK_SECONDS = 2.0
 """The shortest and the longest time between two looks: each leaves a few bytes with gloo."""
 IDLE_SECONDS = 2.0
-NUMBERS = 4096
-"""Numbers of calls are counted round and round."""
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Guard:
@@ -38,57 +39,70 @@ class Guard:
         look: Callable[[int], None],
         give_up: Callable[[WireError], None],
     ) -> None:
-        self._peers, self._timeout, self._look, self._give_up = peers, timeout, look, give_up
-        with torch.inference_mode(False):  # they outlive the call
-            self._numbers = torch.arange(NUMBERS, dtype=torch.int32, device=device)
-            self._arrived = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-        self._seen = self._arrived.numpy()
-        self._given = 0
+        self._device, self._peers, self._timeout = device, peers, timeout
+        self._look, self._give_up = look, give_up
+        self._calls = self._asked = 0
+        """The calls so far, and those before the last event."""
+        self._stream: torch.cuda.Stream | None = None
+        self._event: torch.cuda.Event | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    @property
-    def done(self) -> bool:
-        """Whether the stream is through with every call."""
-        return int(self._seen[0]) == self._given
-
     def given(self) -> None:
         """The current stream was given all of a call."""
-        number = (self._given + 1) % NUMBERS
-        self._arrived.copy_(self._numbers[number : number + 1], non_blocking=True)
+        if self._device.type != "cuda":
+            return
+        self._stream = torch.cuda.current_stream(self._device)
         with self._lock:
-            self._given = number
+            self._calls += 1
             if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(target=self._serve, name="narrowcast guard", daemon=True)
                 self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the stream is through, for so long at most; whether it is."""
+        """Wait until the stream is through with every call, for so long at most; whether it is."""
         deadline = time.monotonic() + seconds
-        while not self.done and time.monotonic() < deadline:
+        self._ask()
+        while not self._came() and time.monotonic() < deadline:
             time.sleep(0.001)
-        return self.done
+        return self._came()
 
     def close(self) -> None:
         self._closed.set()
 
+    def _ask(self) -> None:
+        """Record an event on the stream, if it has had calls since the last one."""
+        with self._lock:
+            if self._asked != self._calls and self._stream is not None:
+                self._asked = self._calls
+                self._event = torch.cuda.Event()
+                self._event.record(self._stream)
+
+    def _came(self) -> bool:
+        """Whether the stream has come to the last event."""
+        return self._event is None or self._event.query()
+
     def _serve(self) -> None:
-        last, since, pause = -1, time.monotonic(), FIRST_LOOK_SECONDS
+        _allow_captures()
+        idle = waiting = 0.0
+        pause = FIRST_LOOK_SECONDS
         while not self._closed.wait(pause):
-            now = time.monotonic()
-            if int(self._seen[0]) != last:
-                last, since, pause = int(self._seen[0]), now, FIRST_LOOK_SECONDS
-            with self._lock:
-                if self.done and now - since >= IDLE_SECONDS:
-                    self._thread = None
-                    return
-            if not self.done and now - since >= FIRST_LOOK_SECONDS:
-                error = self._trouble(now - since)
-                if error is not None:
-                    self._give_up(error)
-                    return
-                pause = min(1.5 * pause, RARE_LOOK_SECONDS, max(FIRST_LOOK_SECONDS, since + self._timeout - now))
+            if self._came():
+                idle = idle + pause if self._asked == self._calls else 0.0
+                waiting, pause = 0.0, FIRST_LOOK_SECONDS
+                with self._lock:
+                    if idle >= IDLE_SECONDS and self._asked == self._calls:
+                        self._thread = None
+                        return
+                self._ask()
+                continue
+            waiting += pause
+            error = self._trouble(waiting)
+            if error is not None:
+                self._give_up(error)
+                return
+            pause = min(1.5 * pause, RARE_LOOK_SECONDS, max(FIRST_LOOK_SECONDS, self._timeout - waiting))
 
     def _trouble(self, waited: float) -> WireError | None:
         """Why a call cannot end, if it cannot."""
@@ -101,3 +115,9 @@ class Guard:
             reason = "NCCL made no progress. A rank does not come, is stopped, or makes another call"
             return WireError(self._peers[0], reason, "unmet")
         return None
+
+
+def _allow_captures() -> None:
+    """Let other threads capture CUDA graphs while this one asks for its events, as torch's own watchdog does."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
