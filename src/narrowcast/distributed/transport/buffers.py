@@ -33,11 +33,6 @@ class Buffers:
             self._buffers[key] = buffer
         return buffer[:nbytes]
 
-    def used_on(self, stream: torch.cuda.Stream) -> None:
-        """From now on a stream uses them, which need not be the one that they were made on."""
-        for buffer in self._buffers.values():
-            buffer.record_stream(stream)
-
     def trim(self) -> bool:
         """Give buffers back where they are large; whether they were."""
         large = sum(buffer.numel() for buffer in self._buffers.values()) > KEEP

@@ -52,8 +52,7 @@ class Group:
         self.rank = connections.rank
         self.ranks = connections.ranks
         self.buffers = Buffers()
-        moved = self.buffers.used_on if self.nccl and self.device.type == "cuda" else None
-        self.lane = Lane(f"narrowcast {self.name}", self.device, self._check_stream, moved)
+        self.lane = Lane(f"narrowcast {self.name}", self.device, self._check_stream)
         self.prepared: dict[object, object] = {}
         """What protocols keep for calls alike."""
         self._shared, self._tag, self._pair = tag is not None, tag or 0, pair

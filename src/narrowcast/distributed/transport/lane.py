@@ -6,10 +6,9 @@ synchronous one runs on the caller's own thread when the lane is idle, which sav
 its turn otherwise. The thread starts with the first asynchronous call, ends when it has had nothing to do for a
 second, and never keeps the interpreter alive.
 
-On CUDA tensors jobs run on the lane's side stream. (Over NCCL, a synchronous one runs on the caller's own stream, which
-would wait for the side stream anyway.) A job that waits for no other rank on the host may be done `at_once`: then the
-caller's thread gives the stream all of it. Others are the lane's thread's: all jobs over gloo, where bytes pass through
-host memory, and over NCCL those that ranks have yet to agree on.
+On CUDA tensors jobs run on the lane's side stream. A job that waits for no other rank on the host may be done
+`at_once`: then the caller's thread gives the stream all of it. Others are the lane's thread's: all jobs over gloo,
+where bytes pass through host memory, and over NCCL those that ranks have yet to agree on.
 
 Callbacks on a `Work`'s future run on the lane's thread, as they do in torch. From there further collectives may be
 started with `async_op=True`; a synchronous one would wait for itself, and raises.
@@ -20,18 +19,16 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from narrowcast.distributed.stats import span
-from narrowcast.distributed.transport.work import Check, Job, StreamWork, Work, on_device
+from narrowcast.distributed.transport.work import Check, Job, StreamWork, Work
 from narrowcast.errors import CollectiveError
 
 IDLE_SECONDS = 1.0
-
-Moved = Callable[[torch.cuda.Stream], None]
 
 _accepted = threading.local()
 
@@ -48,15 +45,10 @@ def _note_accepted() -> None:
 class Lane:
     """Runs jobs one at a time, in the order in which they came."""
 
-    def __init__(
-        self, name: str, device: torch.device, check: Check = lambda op: None, moved: Moved | None = None
-    ) -> None:
+    def __init__(self, name: str, device: torch.device, check: Check = lambda op: None) -> None:
         self.name = name
         self._device = device
         self._check = check
-        self._moved = moved
-        """Called when jobs go to another stream; without it, all of them go to the side stream."""
-        self._last: torch.cuda.Stream | None = None
         self._changed = threading.Condition()
         self._queue: deque[Work] = deque()
         self._busy = False
@@ -75,44 +67,13 @@ class Lane:
     def start(self, op: str, job: Job, tensors: Sequence[Tensor], async_op: bool, at_once: bool = False) -> Work | None:
         """Do a job on these tensors in its turn: a `Work` at once where it is asynchronous, else when it is done."""
         if self._device.type == "cuda":
-            if not async_op and self._moved is not None and self._run_on_callers_stream(op, job):
-                return None
-
-            def aside() -> list[Tensor]:
-                self._go_to(self.stream)
-                return job()
-
-            return self._start_on_stream(StreamWork(op, aside, self.stream, tensors, self._check), async_op, at_once)
+            return self._start_on_stream(StreamWork(op, job, self.stream, tensors, self._check), async_op, at_once)
         if not async_op:
             self.run(op, job)
             return None
         work = Work(op, job)
         with span(f"narrowcast::{op}"):  # a range that lasted until it is done might outlive the profile: torch crashes
             return self.submit(work)
-
-    def _run_on_callers_stream(self, op: str, job: Job) -> bool:
-        """Do a job here and now, on the caller's own stream: it has nothing to wait for. Whether the lane was idle."""
-        with self._changed:
-            self._check_open(op)
-            if self._busy or self._queue:
-                return False
-            self._busy = True
-        _note_accepted()
-        try:
-            with on_device(self._device):
-                self._go_to(torch.cuda.current_stream(self._device))
-                job()
-        finally:
-            self._rest()
-        return True
-
-    def _go_to(self, stream: torch.cuda.Stream) -> None:
-        """Let a stream wait for what the last one was given, where it is another."""
-        if self._moved is not None and stream != self._last:
-            if self._last is not None:
-                stream.wait_stream(self._last)
-            self._moved(stream)
-            self._last = stream
 
     def _start_on_stream(self, work: StreamWork, async_op: bool, at_once: bool) -> Work | None:
         if async_op:

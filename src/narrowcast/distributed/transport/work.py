@@ -179,18 +179,13 @@ class StreamWork(Work):
 @contextlib.contextmanager
 def _on_stream(stream: torch.cuda.Stream, device: torch.device) -> Iterator[None]:
     """`torch.cuda.stream`, and its device; in a third of the time where the device is the current one."""
-    with on_device(device):
+    with _NOTHING if torch.cuda.current_device() == device.index else torch.cuda.device(device):
         before = torch.cuda.current_stream(device)
         torch.cuda.set_stream(stream)
         try:
             yield
         finally:
             torch.cuda.set_stream(before)
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """`torch.cuda.device`, which costs nothing where the device is the current one."""
-    return _NOTHING if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 _NOTHING = contextlib.nullcontext()
