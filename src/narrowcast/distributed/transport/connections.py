@@ -88,9 +88,9 @@ class Connections:
     def connected(self, generation: int) -> Gloo:
         """The connections of a generation, made by the first who asks."""
         with self._connecting:
-            if generation == self.generation and self._gloo is not None:
-                return self._gloo
-            return self._connect(generation)
+            if generation != self.generation:
+                raise WireError(self.rank, "another call gave up", "unmet")
+            return self._gloo or self._connect(generation)
 
     def page(self, generation: int) -> dist.PrefixStore:
         """A store for what belongs to one generation of connections."""
