@@ -47,7 +47,7 @@ class Group:
     `tag` tells the order from others on the same connections, and its wire takes gloo's tags from `first` on.
     """
 
-    def __init__(self, connections: Connections, tag: int, first: int, *, ahead: bool = True) -> None:
+    def __init__(self, connections: Connections, tag: int, first: int, *, pair: bool = False) -> None:
         self.connections = connections
         self.name = connections.name
         self.device = connections.device
@@ -56,7 +56,7 @@ class Group:
         self.ranks = connections.ranks
         self.lane = Lane(f"narrowcast {self.name}", self.device, host_waits=not self.nccl)
         self.buffers = Buffers()
-        self._tag, self._first, self._ahead = tag, first, ahead
+        self._tag, self._first, self._pair = tag, first, pair
         self._wire: Wire | None = None
         self._generation = 0
         connections.used_by(self)
@@ -142,7 +142,7 @@ class Group:
         self._forget_old_wire()
         if self._wire is None:
             gloo = self.connections.connected(self._generation)
-            self._wire = self._on_device(GlooWire(gloo, self._first, ahead=self._ahead))
+            self._wire = self._on_device(GlooWire(gloo, self._first, ahead=not self._pair))
         return self._wire
 
     def _forget_old_wire(self) -> None:
@@ -177,7 +177,7 @@ class Pair:
         with _lock:
             order = self._alive.get(key)
             if order is None:
-                order = self._alive[key] = Group(self.connections, key, tags_of_messages(key), ahead=False)
+                order = self._alive[key] = Group(self.connections, key, tags_of_messages(key), pair=True)
             self._recent[key] = order
             self._recent.move_to_end(key)
             if len(self._recent) > RECENT_TAGS:
