@@ -53,6 +53,10 @@ class _Addresses(dist.Store):
             self._known.update(zip(keys, values, strict=True))
         return self._known[key]
 
+    def forget(self) -> None:
+        """Let go of what was read: each of the addresses has some bytes for every rank."""
+        self._known.clear()
+
     def has_extended_api(self) -> bool:
         return False
 
@@ -82,6 +86,7 @@ class Gloo:
         self.sources = [(rank - i) % self.size for i in range(1, self.size)]
         self._addresses = _Addresses(store, self.size)  # gloo does not keep it alive
         self._group: Any = dist.ProcessGroupGloo(self._addresses, rank, self.size, connect_within)
+        self._addresses.forget()
         self._users: weakref.WeakSet[_User] = weakref.WeakSet()
         with torch.inference_mode(False):  # it outlives the call
             self._heard = torch.zeros(self.size, LAST_WORDS_BYTES, dtype=torch.uint8, device="cpu")
