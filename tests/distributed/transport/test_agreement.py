@@ -175,6 +175,9 @@ def _in_flight(rank: int) -> Any:
         outputs.append(torch.full((numel,), float(rank + turn)))
         works.append(ncd.all_reduce(outputs[-1], codec="raw", async_op=True))
     errors = [faults.error_of(work.wait)[0] for work in works]  # type: ignore[union-attr]
+    exchanged = torch.empty(6)  # equal parts, said or not
+    ncd.all_to_all_single(exchanged, torch.full((6,), float(rank)), None if rank == 0 else [2, 2, 2], codec="raw")
+    assert exchanged.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
     return [str(error) for error in errors], [float(output[-1]) for output in outputs]
 
 

@@ -69,7 +69,10 @@ class Call:
 
 
 class Header:
-    """What a rank says of its call, as the `number`th one of its lane: `data` always, the statement where it must."""
+    """What a rank says of its call, as the `number`th one of its lane: `data` always, the statement where it must.
+
+    A call that is repeated has its number negative.
+    """
 
     def __init__(self, call: Call, number: int, rank: int, ranks: int) -> None:
         self._call, self._number, self._rank, self._ranks = call, number, rank, ranks
@@ -87,7 +90,7 @@ class Header:
 
     def statement(self) -> torch.Tensor:
         call, nothing = self._call, (0,) * self._ranks
-        said = _STATED.pack(self._number, *_digest(call.op, call.codec, call.words))
+        said = _STATED.pack(abs(self._number), *_digest(call.op, call.codec, call.words))
         return as_tensor(
             said + struct.pack(f"<{2 * self._ranks}q", *(call.send or nothing), *(call.receive or nothing))
         )
@@ -137,7 +140,16 @@ def _finalize(word: _Words) -> _Words:
 def fit(headers: _Bytes) -> bool:
     """Whether the headers of all ranks, one per row, fit together."""
     words = np.ascontiguousarray(headers).view("<u8")
-    return bool((words[:, :3] == words[0, :3]).all()) and not words[:, 3].sum()
+    numbers = np.abs(words[:, 0].view("<i8"))
+    return bool((numbers == numbers[0]).all() and (words[:, 1:3] == words[0, 1:3]).all()) and not words[:, 3].sum()
+
+
+def overtaken(headers: _Bytes) -> list[int]:
+    """The ranks that repeat a call which others have done with, well or not; none where all are at the same call."""
+    numbers = np.ascontiguousarray(headers[:, :8]).view("<i8")[:, 0]
+    counts = np.abs(numbers)
+    behind = counts == counts.min()
+    return [] if behind.all() or (numbers[behind] > 0).any() else [int(rank) for rank in np.flatnonzero(behind)]
 
 
 def mismatch(statements: _Bytes, ranks: Sequence[int]) -> MismatchError:

@@ -14,8 +14,9 @@ the same. Then:
 The store may be out of reach, with the process that hosts it. So what a rank saw also goes to all peers over the
 connections, as its last words before it breaks them.
 
-Messages with different tags share the connections of their two ranks, and run at the same time. When one of them
-fails, the others start again on new connections, unless their rows may be on their way: those raise, too.
+Calls with different tags (purposes of a group, messages of two ranks) share connections, and run at the same time. When
+one of them fails, the others start again on new connections, unless their rows may be on their way: those raise, too,
+and so do those that start again where another rank has done with the call (`Overtaken`).
 """
 
 from __future__ import annotations
@@ -44,17 +45,16 @@ class _User(Protocol):
 
 
 class Connections:
-    """What this process shares with the other ranks of a group, for one purpose."""
+    """What this process shares with the other ranks of a group; over NCCL, for one purpose."""
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, rank: int, ranks: list[int]) -> None:
-        backend = _backend(group, device)
         store: Any = c10d._get_process_group_store(group)
         self.name = name
         self.device = device
-        self.nccl = backend.name() == "nccl"
+        self.nccl = nccl_carries(group, device)
         self.rank = rank
         self.ranks = ranks
-        self.timeout = _timeout(backend)
+        self.timeout = _timeout(_backend(group, device))
         self.calls: dict[int, int] = {}
         """How many calls have been made with each tag."""
         self.closing = threading.Event()
@@ -64,8 +64,8 @@ class Connections:
         self._gloo: Gloo | None = None
         self.generation = 0
         """How often they have been given up."""
-        self._failure: Failure | None = None
-        """The last one."""
+        self._failures: dict[int, Failure] = {}
+        """The last one of each tag, in the order in which they came."""
         self._closed: str | None = None
         self._pid = os.getpid()
         # torch lets go of a group's store when the group is destroyed, even while the caller still holds the group.
@@ -75,22 +75,21 @@ class Connections:
         """Raise if call `number` of this tag cannot go on, or is known to have failed on another rank."""
         if self._closed is not None:
             raise CollectiveError(f"{op}: {self._closed}") from cause
-        failure = self._failure
         # Otherwise the others gave up a call that went well here, and wait for this one on new connections.
-        if failure is not None and (failure.kind == "gone" or failure.covers(tag, number)):
-            raise failure.error(op, self.timeout) from cause
+        for failure in list(self._failures.values()):
+            if failure.kind == "gone" or failure.covers(tag, number):
+                raise failure.error(op, self.timeout) from cause
 
     def failed_elsewhere(self, op: str) -> CollectiveError:
-        """The error of a call whose rows were on their way when another one failed."""
-        assert self._failure is not None
-        return self._failure.error(op, self.timeout)
+        """The error of a call that cannot be repeated after another one failed."""
+        return list(self._failures.values())[-1].error(op, self.timeout)
 
     def connected(self, generation: int) -> Gloo:
         """The connections of a generation, made by the first who asks."""
         with self._connecting:
-            if generation == self.generation and self._gloo is not None:
-                return self._gloo
-            return self._connect(generation)
+            if generation != self.generation:
+                raise WireError(self.rank, "another call gave up", "unmet")
+            return self._gloo or self._connect(generation)
 
     def page(self, generation: int) -> dist.PrefixStore:
         """A store for what belongs to one generation of connections."""
@@ -107,7 +106,8 @@ class Connections:
         with self._changing:
             if generation != self.generation:
                 return
-            self._failure = failure
+            self._failures.pop(failure.tag, None)
+            self._failures[failure.tag] = failure
             self.generation += 1
             gloo, self._gloo = self._gloo, None
         words = failure.to_bytes(LAST_WORDS_BYTES)
@@ -148,6 +148,11 @@ class Connections:
                 return gloo
         gloo.close()
         raise WireError(self.rank, "another call gave up", "unmet")
+
+
+def nccl_carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether NCCL carries the rows of tensors on `device` in this group."""
+    return bool(_backend(group, device).name() == "nccl")
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -29,6 +29,13 @@ ASKING_SECONDS = 0.3
 """How long a rank that is suspected has to show that it waits for another. With a short timeout one that is late has
 3% of it: what is raised at the timeout is to be raised within a tenth of it, and the store takes up to 5%."""
 
+RARE_LOOK_SECONDS = 0.5
+"""The longest time between two looks at the store, while others do not come. (`wait` of a store would hold up whoever
+else has something to say on the same connection, and torch warns when its time is over.)"""
+
+_NEWS = "news"
+"""The key that is set when all ranks have come, or one has failed."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -124,31 +131,38 @@ class Board:
         return dist.PrefixStore(str(generation), self._store)
 
     def meet(self, generation: int, closing: threading.Event) -> str:
-        """Wait until all ranks are here; otherwise say why not. What went wrong for others ends it early."""
+        """Wait until all ranks are here; otherwise say why not. What went wrong for others ends it early.
+
+        Ranks are counted as they come, and the last one tells the others. So a rank makes a handful of requests to the
+        store, however many ranks there are; more where it waits for long. Only when the time is almost over does it ask
+        who is missing.
+        """
         over = threading.Event()
         missing: list[int] = []
         verdicts: list[str] = []
+        deadline = time.monotonic() + self.seconds
+        late = deadline - min(1.0, 0.1 * self.seconds)
 
         def look() -> None:
             pause = 0.001
             with contextlib.suppress(RuntimeError):
                 page = self.page(generation)
-                if not over.is_set():
-                    page.set(f"here/{self.rank}", "1")
-                while not over.is_set():
-                    missing[:] = [r for i, r in enumerate(self.ranks) if not page.check([f"here/{i}"])]
-                    if page.check(["failure"]):
-                        verdicts.append("the other ranks gave up")
-                    elif not missing:
-                        verdicts.append("")
-                    if verdicts:
-                        return
+                if over.is_set():
+                    return
+                page.set(f"here/{self.rank}", "1")
+                if page.add("arrived", 1) == len(self.ranks):
+                    page.set(_NEWS, "1")
+                while not page.check([_NEWS]):
+                    if time.monotonic() >= late:
+                        missing[:] = [self.ranks[i] for i in _missing(page, range(len(self.ranks)))]
                     over.wait(pause)
-                    pause = min(0.05, 1.5 * pause)
+                    if over.is_set():
+                        return
+                    pause = min(RARE_LOOK_SECONDS, 1.5 * pause, max(0.05, late - time.monotonic()))
+                verdicts.append("the other ranks gave up" if page.check(["failure"]) else "")
 
         looking = threading.Thread(target=look, name="narrowcast store", daemon=True)
         looking.start()
-        deadline = time.monotonic() + self.seconds
         while looking.is_alive() and not closing.is_set() and time.monotonic() < deadline:
             looking.join(min(0.1, max(0.0, deadline - time.monotonic())))
         over.set()
@@ -169,7 +183,9 @@ class Board:
             page, believed = self.page(generation), failure
             if pause and not page.check(["failure"]):
                 believed = self._traced(page, failure, pause)
-            return bytes(page.compare_set("failure", "", believed.to_bytes().decode()))
+            first = bytes(page.compare_set("failure", "", believed.to_bytes().decode()))
+            page.set(_NEWS, "1")
+            return first
 
         return Failure.from_bytes(self._briefly(write, failure.to_bytes(), pause))
 
@@ -199,3 +215,13 @@ class Board:
         thread.start()
         thread.join(longer + min(0.5, 0.05 * self.seconds))
         return results[0] if results else otherwise
+
+
+def _missing(page: dist.PrefixStore, ranks: Sequence[int]) -> list[int]:
+    """Who of these has not come: by halves, since most have."""
+    if page.check([f"here/{rank}" for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    half = len(ranks) // 2
+    return _missing(page, ranks[:half]) + _missing(page, ranks[half:])

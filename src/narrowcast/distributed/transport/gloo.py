@@ -12,6 +12,7 @@ or decodes. bench/wire.py compares it with gloo's own collectives.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -23,7 +24,7 @@ from narrowcast.distributed.transport import agreement
 from narrowcast.distributed.transport.agreement import Header
 from narrowcast.distributed.transport.gloo_connections import Gloo
 from narrowcast.distributed.transport.gloo_messages import Message, Watch
-from narrowcast.distributed.transport.wire import WireError
+from narrowcast.distributed.transport.wire import Overtaken, WireError
 
 EAGER = 128 * 1024
 """Rows of up to so many bytes travel with the header. Of 64, 128 and 256 KB, tried on 32 MB at 1 Gbit/s with
@@ -37,31 +38,41 @@ ranks on two cores a fifth of the time of an all_reduce."""
 ROUNDS = 3
 """To each peer, so many rows may be on their way."""
 
-_HEADERS, _ROWS = 0, 3
-"""The tags of a wire that has the connections to itself. Those of stage s are `_ROWS + s`."""
+_HEADERS, _ROWS = 0, 1
+"""Kinds of messages: headers have a wire's first tag of gloo's, rows of stage s its `_ROWS + s`th after that."""
 
-_FIRST_SHARED = 8
-"""From here on, a message's tag takes two of gloo's, which are 31-bit numbers (arguments.MOST_TAG)."""
+_FIRST_TAG = 8
+"""Those before it belong to the connections. A tag of gloo's is a 31-bit number."""
+
+
+def tags_of_purpose(purpose: str) -> int:
+    """The first tag of gloo's for a wire with this purpose: the same on all ranks, whichever they make first."""
+    number = int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=4).digest(), "little")
+    return _FIRST_TAG + 4 * (number % (1 << 28))
+
+
+def tags_of_messages(tag: int) -> int:
+    """The first tag of gloo's for messages with this tag (below arguments.MOST_TAG), which have no second stage."""
+    return _FIRST_TAG + 2 * tag
 
 
 class GlooWire:
     """`Wire` for rows in host memory.
 
-    A `tag` sets its messages apart from those of other wires on the same connections. A wire with a tag comes and goes:
-    it posts no receives for the headers of a next call.
+    Its tags of gloo's, from `first` on, set its messages apart from those of other wires on the same connections. One
+    that comes and goes posts no receives `ahead`, for the headers of a next call.
     """
 
     chunks = 4
     eager = EAGER
     together = False
 
-    def __init__(self, gloo: Gloo, tag: int | None = None) -> None:
+    def __init__(self, gloo: Gloo, first: int = _FIRST_TAG, *, ahead: bool = True) -> None:
         self.gloo = gloo
         self.rank = gloo.rank
         self.size = gloo.size
         self.agreed = False
-        self._ahead = tag is None
-        self._tags = (_HEADERS, _ROWS) if tag is None else (_FIRST_SHARED + 2 * tag, _FIRST_SHARED + 2 * tag + 1)
+        self._first, self._ahead = first, ahead
         room = max(agreement.HEADER_BYTES + EAGER, agreement.statement_bytes(self.size))
         with torch.inference_mode(False):  # it outlives the call
             self._slots = torch.empty(2, self.size, room, dtype=torch.uint8, device="cpu")
@@ -80,7 +91,13 @@ class GlooWire:
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         self.agreed = False
-        if not agreement.fit(self._trade(header.data, eager, incoming, meanwhile)):
+        headers = self._trade(header.data, eager, incoming, meanwhile)
+        while overtaken := agreement.overtaken(headers):
+            if self.rank in overtaken:
+                self.flush()
+                raise Overtaken
+            headers = self._trade(header.data, eager, incoming)  # they raise, and make the call that is made here
+        if not agreement.fit(headers):
             statements = self._trade(header.statement(), lambda peer: None, [header.data[:0]] * self.size)
             self.flush()  # the others are to read the same, even if this process ends with it
             raise agreement.mismatch(statements, self.gloo.ranks)
@@ -168,14 +185,10 @@ class GlooWire:
         return [self._receive(self._slots[1, peer], peer, _HEADERS) for peer in self.gloo.sources]
 
     def _send(self, row: Tensor, peer: int, kind: int) -> Message:
-        return self.gloo.send(row, peer, self._tag(kind), _has_tail(row, kind))
+        return self.gloo.send(row, peer, self._first + kind, _has_tail(row, kind))
 
     def _receive(self, row: Tensor, peer: int, kind: int) -> Message:
-        return self.gloo.receive(row, peer, self._tag(kind), _has_tail(row, kind))
-
-    def _tag(self, kind: int) -> int:
-        headers, rows = self._tags
-        return headers if kind == _HEADERS else rows + kind - _ROWS
+        return self.gloo.receive(row, peer, self._first + kind, _has_tail(row, kind))
 
 
 def _has_tail(row: Tensor, kind: int) -> bool:

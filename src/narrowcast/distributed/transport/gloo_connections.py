@@ -25,6 +25,49 @@ LAST_WORDS_BYTES = 2048
 _LAST_WORDS, _NEVER_SENT = 1, 2  # tags; 0 and those from 3 on belong to wires
 
 
+class _Addresses(dist.Store):
+    """A store for gloo to find its peers in, that answers for all of them with one request.
+
+    gloo writes this rank's address as "0/rank", and asks for each of the others in turn, twice. (With
+    GLOO_ENABLE_STORE_V2_API=1 it would ask once; but a variable of the whole process is not narrowcast's to set.)
+    """
+
+    def __init__(self, store: dist.Store, size: int) -> None:
+        super().__init__()
+        self._store = store
+        self._size = size
+        self._at_once = bool(store.has_extended_api())  # type: ignore[attr-defined]
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]
+        if not all(key in self._known for key in keys):
+            self._store.wait([every for key in keys for every in self._like(key)], timeout)
+
+    def get(self, key: str) -> bytes:
+        if key not in self._known:
+            keys = self._like(key)
+            values = self._store.multi_get(keys) if self._at_once else [self._store.get(key)]
+            self._known.update(zip(keys, values, strict=True))
+        return self._known[key]
+
+    def forget(self) -> None:
+        """Let go of what was read: each of the addresses has some bytes for every rank."""
+        self._known.clear()
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def _like(self, key: str) -> list[str]:
+        """The keys of all ranks, with which this one of a rank belongs."""
+        prefix, _, rank = key.rpartition("/")
+        if not self._at_once or not rank.isdigit():
+            return [key]
+        return [f"{prefix}/{each}" for each in range(self._size)]
+
+
 class _User(Protocol):
     def give_up(self, error: WireError) -> None: ...
 
@@ -41,7 +84,9 @@ class Gloo:
         self.timeout = timeout
         self.targets = [(rank + i) % self.size for i in range(1, self.size)]
         self.sources = [(rank - i) % self.size for i in range(1, self.size)]
-        self._group: Any = dist.ProcessGroupGloo(store, rank, self.size, connect_within)
+        self._addresses = _Addresses(store, self.size)  # gloo does not keep it alive
+        self._group: Any = dist.ProcessGroupGloo(self._addresses, rank, self.size, connect_within)
+        self._addresses.forget()
         self._users: weakref.WeakSet[_User] = weakref.WeakSet()
         with torch.inference_mode(False):  # it outlives the call
             self._heard = torch.zeros(self.size, LAST_WORDS_BYTES, dtype=torch.uint8, device="cpu")

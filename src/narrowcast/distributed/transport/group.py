@@ -1,9 +1,10 @@
 """The ranks of a process group and their private connections: calls in one order, in a lane, over a wire.
 
 The connections (connections.py) are private, so that the caller's collectives and narrowcast's never race. Every
-purpose (collectives, gradients, a mesh) has connections of its own, and so its own order of calls. Messages between two
-ranks have one order for each tag, and share the connections of their direction. NCCL knows no tags: there, messages of
-all tags are in one order.
+purpose (collectives, gradients, a mesh) has its own order of calls, lane and wire; all of them share the connections of
+their group and device, where a tag tells them apart. Messages between two ranks have one order for each tag, and share
+the connections of their direction. NCCL knows no tags: there, every purpose has connections and a communicator of its
+own, and messages of all tags are in one order.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import torch.distributed as dist
 
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.buffers import Buffers
-from narrowcast.distributed.transport.connections import Connections
+from narrowcast.distributed.transport.connections import Connections, nccl_carries
 from narrowcast.distributed.transport.failures import Failure
-from narrowcast.distributed.transport.gloo import GlooWire
+from narrowcast.distributed.transport.gloo import GlooWire, tags_of_messages, tags_of_purpose
 from narrowcast.distributed.transport.lane import Lane, accepted
 from narrowcast.distributed.transport.nccl import NcclWire
 from narrowcast.distributed.transport.staged import StagedWire
-from narrowcast.distributed.transport.wire import Wire, WireError
+from narrowcast.distributed.transport.wire import Overtaken, Wire, WireError
 from narrowcast.distributed.transport.work import Work
 from narrowcast.errors import MismatchError
 
@@ -42,9 +43,12 @@ _lock = threading.Lock()
 
 
 class Group:
-    """The ranks of a group, for calls in one order."""
+    """The ranks of a group, for calls in one order.
 
-    def __init__(self, connections: Connections, tag: int | None = None, *, pair: bool = False) -> None:
+    `tag` tells the order from others on the same connections, and its wire takes gloo's tags from `first` on.
+    """
+
+    def __init__(self, connections: Connections, tag: int, first: int, *, pair: bool = False) -> None:
         self.connections = connections
         self.name = connections.name
         self.device = connections.device
@@ -55,7 +59,7 @@ class Group:
         self.lane = Lane(f"narrowcast {self.name}", self.device, self._check_stream)
         self.prepared: dict[object, object] = {}
         """What protocols keep for calls alike."""
-        self._shared, self._tag, self._pair = tag is not None, tag or 0, pair
+        self._tag, self._first, self._pair = tag, first, pair
         self._wire: Wire | None = None
         self._generation = 0
         connections.used_by(self)
@@ -67,22 +71,24 @@ class Group:
     def carry(self, op: str, attempt: Callable[[Wire, int], T]) -> T:
         """Count a call and make it: `attempt(wire, number of the call)`. A failure raises the same error on every rank.
 
-        An attempt is repeated on new connections where the failure was another call's, which this rank had finished.
+        An attempt is repeated on new connections, with the number negative, where the failure was another call's.
         """
         number = self._next_number()
         cause: BaseException | None = None
         while True:
             self.connections.check(op, self._tag, number, cause)
             try:
-                return attempt(self._connected(), number)
+                return attempt(self._connected(), number if cause is None else -number)
             except MismatchError:
                 raise  # every rank came to it, and every message was read: the wire is as good as before
+            except Overtaken:
+                raise self.connections.failed_elsewhere(op) from cause
             except WireError as error:
                 cause, agreed = error, self._wire is not None and self._wire.agreed
                 here, there = self.ranks[self.rank], self.ranks[error.peer]
                 self._fail(Failure(error.kind, there, here, number, op, str(error), self._tag))
                 self.connections.check(op, self._tag, number, cause)
-                if agreed and self._shared:
+                if agreed and not self.nccl:
                     raise self.connections.failed_elsewhere(op) from cause
             except BaseException as error:
                 self._fail(Failure.of(error, self.ranks[self.rank], number, op, self._tag))
@@ -153,7 +159,7 @@ class Group:
         self._forget_old_wire()
         if self._wire is None:
             gloo = self.connections.connected(self._generation)
-            self._wire = self._on_device(GlooWire(gloo, self._tag if self._shared else None))
+            self._wire = self._on_device(GlooWire(gloo, self._first, ahead=not self._pair))
         return self._wire
 
     def _forget_old_wire(self) -> None:
@@ -188,7 +194,7 @@ class Pair:
         with _lock:
             order = self._alive.get(key)
             if order is None:
-                order = self._alive[key] = Group(self.connections, None if self.connections.nccl else tag, pair=True)
+                order = self._alive[key] = Group(self.connections, key, tags_of_messages(key), pair=True)
             self._recent[key] = order
             self._recent.move_to_end(key)
             if len(self._recent) > RECENT_TAGS:
@@ -202,9 +208,23 @@ def group_for(group: dist.ProcessGroup, device: torch.device, purpose: object = 
         of_group = _known.setdefault(group, {})
         key = (purpose, device.type)
         if key not in of_group:
-            ranks = dist.get_process_group_ranks(group)
-            of_group[key] = Group(_connections(group, device, str(purpose), group.rank(), ranks))
+            first = tags_of_purpose(str(purpose))
+            of_group[key] = Group(_shared(group, device) or _own(group, device, str(purpose)), first, first)
         return of_group[key]  # type: ignore[return-value]
+
+
+def _shared(group: dist.ProcessGroup, device: torch.device) -> Connections | None:
+    """The connections of other purposes, where this one may use them, too."""
+    for known in _known[group].values():
+        if isinstance(known, Group) and known.device.type == device.type and not known.nccl:
+            return known.connections
+    return None
+
+
+def _own(group: dist.ProcessGroup, device: torch.device, purpose: str) -> Connections:
+    """Connections for a purpose, and for those that come after it where they share them."""
+    shared = not nccl_carries(group, device)
+    return _connections(group, device, "" if shared else purpose, group.rank(), dist.get_process_group_ranks(group))
 
 
 def pair_for(group: dist.ProcessGroup, device: torch.device, source: int, target: int, tag: int) -> Group:
@@ -234,7 +254,7 @@ def last_device(group: dist.ProcessGroup) -> torch.device:
 def _connections(
     group: dist.ProcessGroup, device: torch.device, purpose: str, rank: int, ranks: list[int]
 ) -> Connections:
-    return Connections(f"{group.group_name} {purpose} {device.type}", group, device, rank, ranks)
+    return Connections(f"{group.group_name} {purpose or 'all'} {device.type}", group, device, rank, ranks)
 
 
 def _forget_in_child() -> None:

@@ -38,6 +38,10 @@ class WireError(Exception):
         """What it says of the peer: "late", "gone", or "unmet" where no connection was made."""
 
 
+class Overtaken(Exception):
+    """This rank repeats a call, after a failure elsewhere, that another rank has done with: it is over here, too."""
+
+
 class Wire(Protocol):
     """A connection of every rank of a group with every other."""
 
@@ -63,7 +67,7 @@ class Wire(Protocol):
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
-        """Compare headers with every rank; raise `MismatchError` where they do not fit together.
+        """Compare headers with every rank; raise `MismatchError` where they do not fit together, or `Overtaken`.
 
         `eager(peer)` is the row that rides along to that peer, or None. `meanwhile` is called while headers are on
         their way. Rows of `incoming` that are small enough to have come along are filled.
