@@ -34,7 +34,7 @@ from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, lay_o
 from narrowcast.distributed.gradients.options import Mode, for_gradients
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.reduction import ShardedBucket
-from narrowcast.distributed.gradients.residuals import Residuals
+from narrowcast.distributed.gradients.residuals import Holder, Residuals
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.group import Group, group_for
 from narrowcast.errors import DtypeError, ModelKindError, SpecError
@@ -117,6 +117,7 @@ class _Reduce(ReduceScatter):
             self._state.count_idle(self._parameters.index, input_tensor.numel(), plain_bytes)
             return self._own(output_tensor, input_tensor, group, op, async_op)
         meeting = self._state.agree(group, input_tensor)
+        assert isinstance(meeting, Group)
         with meeting.refusing("gradients"):
             return self._start(meeting, output_tensor, input_tensor, op, async_op, plain_bytes, step, outcome)
 
@@ -207,9 +208,9 @@ class _Gather(AllGather):
         return ""
 
 
-def _residuals(mode: Mode, ranks: int, rank: int) -> Residuals:
+def _residuals(mode: Mode, holder: Holder) -> Residuals:
     # By their numbers among all: with HSDP, several ranks have the same number among those that share parameters.
-    return Residuals(mode, dist.get_world_size(), dist.get_rank(), owners=False)
+    return Residuals(mode, Holder(dist.get_world_size(), dist.get_rank()), owners=False)
 
 
 def _refuse_complex(group: ParameterGroup) -> None:

@@ -1,7 +1,7 @@
-"""Parameters to all ranks, in a codec: the all-gather of FSDP2.
+"""Rows of every rank to all ranks, chunk by chunk: the all-gather of FSDP2's parameters, and of averages on a host.
 
-FSDP2 lays the shards of a parameter group side by side: a matrix with one row per rank. Every rank's row goes to every
-rank, chunk by chunk. A rank decodes its own bytes too, so all of them hold the same bits.
+FSDP2 lays the shards of a parameter group side by side: a matrix with one row per rank. A rank decodes its own bytes
+too, so all of them hold the same bits.
 """
 
 from __future__ import annotations
@@ -11,27 +11,35 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from narrowcast.distributed.collective import Collective
-from narrowcast.distributed.encoder import lossless
+from narrowcast.distributed.encoder import Encoder, lossless
 from narrowcast.distributed.gradients.layout import ChunkLayout, exempt_runs, runs_of
 from narrowcast.distributed.protocols import pipeline
 
 
 def gather_shards(collective: Collective, matrix: Tensor, layout: Sequence[ChunkLayout]) -> None:
     """Write every rank's own row of its `matrix` [ranks, columns] into every rank's."""
-    pipeline.run([_GatheredChunk(collective, matrix, chunk, i) for i, chunk in enumerate(layout)])
+    encoder, exact = collective.encoder, collective.encoder.using(lossless(matrix.dtype))
+    chunks = []
+    for index, chunk in enumerate(layout):
+        runs = [(exact, columns) for columns in exempt_runs(chunk)]
+        runs += [(encoder, run.columns) for run in runs_of(chunk, encoder.codec, sharded=True)]
+        rows = [(each, matrix[collective.rank, columns], matrix[:, columns]) for each, columns in runs]
+        chunks.append(GatheredChunk(collective, rows, index))
+    pipeline.run(chunks)
 
 
-class _GatheredChunk:
-    """A chunk of parameters on its way to all ranks."""
+class GatheredChunk:
+    """A chunk on its way to all ranks.
 
-    def __init__(self, collective: Collective, matrix: Tensor, layout: ChunkLayout, index: int) -> None:
-        self._collective, self._matrix = collective, matrix
-        encoder, exact = collective.encoder, collective.encoder.using(lossless(matrix.dtype))
-        self._runs = [(exact, columns) for columns in exempt_runs(layout)]
-        self._runs += [(encoder, run.columns) for run in runs_of(layout, encoder.codec, sharded=True)]
-        self._sizes = [each.codec.row_bytes(columns.stop - columns.start) for each, columns in self._runs]
+    A run is an encoder, what this rank has [numel], and the place for what everyone has [ranks, numel].
+    """
+
+    def __init__(self, collective: Collective, runs: Sequence[tuple[Encoder, Tensor, Tensor]], index: int) -> None:
+        self._collective, self._runs = collective, runs
+        self._sizes = [encoder.codec.row_bytes(len(mine)) for encoder, mine, _ in runs]
         shape = collective.size, sum(self._sizes)
-        self._inbox = encoder.take(f"inbox {index % collective.wire.chunks}", shape[0] * shape[1]).view(shape)
+        inbox = collective.encoder.take(f"inbox {index % collective.wire.chunks}", shape[0] * shape[1])
+        self._inbox = inbox.view(shape)
         self._mine = self._inbox[collective.rank]
         self._rides_along = index == 0 and len(self._mine) <= collective.wire.eager
 
@@ -61,10 +69,9 @@ class _GatheredChunk:
         """Nothing comes back."""
 
     def _encode(self) -> None:
-        rank = self._collective.rank
-        for (encoder, columns), data in zip(self._runs, self._mine.split(self._sizes), strict=True):
-            encoder.encode(self._matrix[rank, columns][None], data, rank)
+        for (encoder, mine, _), data in zip(self._runs, self._mine.split(self._sizes), strict=True):
+            encoder.encode(mine[None], data, self._collective.rank)
 
     def _decode(self, peer: int) -> None:
-        for (encoder, columns), data in zip(self._runs, self._inbox[peer].split(self._sizes), strict=True):
-            encoder.decode(data, self._matrix[peer, columns][None])
+        for (encoder, _, everyones), data in zip(self._runs, self._inbox[peer].split(self._sizes), strict=True):
+            encoder.decode(data, everyones[peer][None])

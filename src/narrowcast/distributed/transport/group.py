@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -203,6 +204,19 @@ def pair_for(group: dist.ProcessGroup, device: torch.device, source: int, target
         pair = of_group[key]
     assert isinstance(pair, Pair)
     return pair.order_of(tag)
+
+
+def subset_for(group: dist.ProcessGroup, device: torch.device, purpose: str, numbers: Sequence[int]) -> Group:
+    """Some ranks of a process group, by their numbers in it, this one among them."""
+    with _lock:
+        of_group = _known.setdefault(group, {})
+        key = (purpose, device.type, *numbers)
+        if key not in of_group:
+            everyone = dist.get_process_group_ranks(group)
+            ranks, mine = [everyone[number] for number in numbers], numbers.index(group.rank())
+            which = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()  # other ranks, another name
+            of_group[key] = Group(_connections(group, device, f"{purpose} {which}", mine, ranks))
+        return of_group[key]  # type: ignore[return-value]
 
 
 def last_device(group: dist.ProcessGroup) -> torch.device:
