@@ -6,11 +6,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import faults
 import torch
 from torch import Tensor
 from trained import UNIT, Expected, Named, average, exempt
 
 from narrowcast import Codec
+from narrowcast.distributed.transport.group import Group
 
 
 def launched(rank: int, hosts: int, local: int) -> None:
@@ -19,11 +21,26 @@ def launched(rank: int, hosts: int, local: int) -> None:
     os.environ.update({name: str(value) for name, value in named.items()})
 
 
+def in_phase(phase: int, action: faults.Action) -> None:
+    """Do `action` as the next collective but so many begins to encode: the phases of a sum are one each."""
+    left = [phase]
+    plain = Group.carry
+
+    def carry(self: Any, *args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            Group.carry = plain  # type: ignore[method-assign]
+            faults.at("encoding", action)
+        return plain(self, *args)
+
+    Group.carry = carry  # type: ignore[assignment,method-assign]
+
+
 class HostExpected:
     """All ranks' steps in one process where `local` of them share each host: what every rank must end with.
 
-    A parameter is a matrix with a row for each rank; each place on a host has as many rows of it as there are hosts, one
-    after the other. Hosts sum in fp32, without loss; each place is then an `Expected` of its own, whose ranks are hosts.
+    A parameter is a matrix with a row for each rank. Each place on a host has as many rows of it as there are hosts,
+    one after the other. Hosts sum in fp32, without loss. Each place is then an `Expected` whose ranks are hosts.
     """
 
     def __init__(self, codec: Codec, hosts: int, local: int, feedback: Any) -> None:

@@ -148,7 +148,7 @@ def exempt(shape: Sequence[int], world: int) -> bool:
 
 
 def average(gradients: Sequence[Tensor], divisor: int | None = None) -> Tensor:
-    """Without loss: the fp32 sum in rank order, divided, in the gradients' dtype; in fp32 with a divisor of one's own."""
+    """Without loss: the fp32 sum in rank order, divided, in the gradients' dtype; with a divisor, in fp32."""
     total = gradients[0].float()
     for one in gradients[1:]:
         total = total + one.float()

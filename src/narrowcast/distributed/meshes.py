@@ -32,8 +32,8 @@ from narrowcast.distributed.transport.hosts import Hosts
 from narrowcast.distributed.transport.work import Work
 from narrowcast.errors import ShapeError
 
-_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, Hosts | None] = weakref.WeakKeyDictionary()
-"""Of groups whose ranks have told each other."""
+_hosts: weakref.WeakKeyDictionary[Group, Hosts | None] = weakref.WeakKeyDictionary()
+"""Of groups whose ranks have told each other. Each lane asks for itself: lanes know no order among each other."""
 
 
 # -- hosts as torchrun knows them -------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ _hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, Hosts | None] = weakref.Wea
 
 def find_hosts(members: dist.ProcessGroup, group: Group) -> None:
     """Find out who shares a host, once; in a job of the lane of `group`, the same ranks as `members`."""
-    if members not in _hosts and hosts.may_have_hosts(members.size()):
+    if group not in _hosts and hosts.may_have_hosts(members.size()):
         lines: list[str] = []
 
         def protocol(collective: Collective) -> None:
@@ -51,12 +51,12 @@ def find_hosts(members: dist.ProcessGroup, group: Group) -> None:
             lines[:] = [line.decode() for line in store.multi_get([str(rank) for rank in range(collective.size)])]
 
         Collective(group, Call("hosts", as_codec("raw"), ""), protocol).run()
-        _hosts[members] = hosts.hosts_of(lines)
+        _hosts[group] = hosts.hosts_of(lines)
 
 
 def mesh_of_hosts(members: dist.ProcessGroup, group: Group, purpose: str) -> Mesh | None:
     """The mesh of a group's hosts, as far as they are known; None where the flat form serves."""
-    found = _hosts.get(members)
+    found = _hosts.get(group)
     if found is None:
         return None
     host = next(i for i, ranks in enumerate(found) if group.rank in ranks)

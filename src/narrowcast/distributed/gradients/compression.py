@@ -26,6 +26,7 @@ from narrowcast.distributed.encoder import derive_seed, lossless
 from narrowcast.distributed.gradients import state as saved
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.options import (
+    FEEDBACK_WORDS,
     Exempt,
     Mode,
     Schedule,
@@ -40,7 +41,7 @@ from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.parameters import Parameters
 from narrowcast.distributed.gradients.reduction import Bucket, Reduction
 from narrowcast.distributed.gradients.residuals import Holder, Residuals, holder_among
-from narrowcast.distributed.gradients.stats import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log, norm
+from narrowcast.distributed.gradients.stats import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log
 from narrowcast.distributed.meshes import Given, everyone_in, meet_hosts, ranks_in, size_of
 from narrowcast.distributed.planning.planner import Plan, choose_codec
 from narrowcast.distributed.protocols import mesh
@@ -48,9 +49,6 @@ from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.stats import span
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.group import Group
-
-BUCKET = 25 * (1 << 20) // 4
-"""Elements of a bucket, about, as DDP cuts them by default: what "auto" plans with."""
 
 
 class GradientCompression:
@@ -115,20 +113,23 @@ class GradientCompression:
             self.meet(group, like.dtype)
             meet_hosts(given, group)
             if self._auto and not self._chosen:
-                self._choose(given, like)
+                total = sum(self.parameters.numels.values()) or like.numel()
+                members = self.members if isinstance(given, DeviceMesh) else given
+                self._use(*choose_codec(total, like.dtype, members, like.device, self._feedback))
+        ranks = ranks_in(given, like.device, "gradients")
+        if not self._agreed:
             if self.error_feedback and self.residuals is None:
-                holder = holder_among(ranks_in(given, like.device, "gradients"))
-                self.residuals = self.make_residuals(self.error_feedback, holder)
+                self.residuals = self.make_residuals(self.error_feedback, holder_among(ranks))
             if self._loaded is not None:
                 self._take_residuals(self._loaded)
             self._agreed = True
-        return ranks_in(given, like.device, "gradients")
+        return ranks
 
     @property
     def members(self) -> dist.ProcessGroup | None:
         """All ranks in one group of torch's; None for the default one."""
-        given = self.process_group
-        return getattr(self.trainer(), "process_group", None) if isinstance(given, DeviceMesh) else given
+        mesh_given = isinstance(self.process_group, DeviceMesh)
+        return getattr(self.trainer(), "process_group", None) if mesh_given else self.process_group  # type: ignore[return-value]
 
     def refuse(self, error: BaseException, device: torch.device) -> None:
         """Take part in the reduction of a bucket by failing it: the others are told why."""
@@ -150,13 +151,6 @@ class GradientCompression:
         """Raise if there is one rank, and what was loaded is of one of several."""
         if self._loaded is not None:
             saved.check_holder(Holder(1, 0), self._loaded)
-
-    def _choose(self, given: Given, like: Tensor) -> None:
-        """What "auto" means here."""
-        total = sum(self.parameters.numels.values()) or like.numel()
-        buckets = [min(BUCKET, total - start) for start in range(0, total, BUCKET)]
-        group = self.members if isinstance(given, DeviceMesh) else given
-        self._use(*choose_codec(buckets, like.dtype, group, like.device, self._feedback))
 
     def _use(self, codec: Codec | None, plan: Plan | None) -> None:
         self.codec, self.plan, self._chosen = codec, plan, True
@@ -238,10 +232,7 @@ class GradientCompression:
         stats = self.counted
         stats.steps, stats.busy_seconds, stats.exposed_seconds = self.step, self.clock.busy, self.clock.exposed
         if self.residuals is not None:
-            self.residuals.settle_if_complete()
-            sender, owner = self.residuals.tensors()
-            stats.residual_norm, stats.owner_residual_norm = norm(sender), norm(owner)
-            stats.residual_bytes = self.residuals.nbytes()
+            self.residuals.measure(stats)
         return stats
 
     def __str__(self) -> str:
@@ -251,8 +242,7 @@ class GradientCompression:
             codec = "schedule"
         elif self._auto:
             codec = f"auto: {codec}" if self._chosen else "auto, not chosen yet"
-        feedback = {True: ", error feedback", "owner": ", error feedback at the owner", False: ""}[self.error_feedback]
-        return f"{codec}{feedback}: {self.stats()}"
+        return f"{codec}{FEEDBACK_WORDS[self.error_feedback]}: {self.stats()}"
 
     def log(self, writer: Any, step: int | None = None, prefix: str = "gradients/") -> None:
         """Write `stats()` to a TensorBoard SummaryWriter."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from narrowcast.distributed.gradients.layout import ChunkLayout, Section
 from narrowcast.distributed.gradients.options import Mode
 from narrowcast.distributed.gradients.outcome import Outcome
+from narrowcast.distributed.gradients.stats import GradientStats, norm
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.group import Group
 
@@ -160,6 +161,13 @@ class Residuals:
         senders = [residuals.sender[:, span] for span, residuals in places if residuals.sender is not None]
         owners = [residuals.owner[span] for span, residuals in places if residuals.owner is not None]
         return senders, owners
+
+    def measure(self, stats: GradientStats) -> None:
+        """Write down how large they are."""
+        self.settle_if_complete()
+        sender, owner = self.tensors()
+        stats.residual_norm, stats.owner_residual_norm = norm(sender), norm(owner)
+        stats.residual_bytes = self.nbytes()
 
     def nbytes(self) -> int:
         """The memory that they take."""

@@ -35,6 +35,8 @@ from narrowcast.distributed.transport.group import Group, group_for
 from narrowcast.errors import SpecError
 
 MARGIN = 0.1
+BUCKET = 25 * (1 << 20) // 4
+"""Elements of a bucket, about, as DDP cuts them by default: what "auto" plans with."""
 LOSSLESS_ENOUGH = ("bf16", "int8")
 WITH_FEEDBACK = ("int6", "int4")
 
@@ -170,19 +172,20 @@ def plan(
 
 
 def choose_codec(
-    buckets: Sequence[int],
+    total: int,
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
     device: torch.device | str,
     error_feedback: Mode | None,
 ) -> tuple[Codec | None, Plan | None]:
-    """What `codec="auto"` means for a model whose buckets have so many elements: the codec, or None for none.
+    """What `codec="auto"` means for a model with so many elements: the codec, or None for none.
 
     Without other ranks nothing travels, and there is no plan.
     """
     members = arguments.members(group, "compress_gradients")
     if members is None or members.size() < 2:
         return None, None
+    buckets = [min(BUCKET, total - start) for start in range(0, total, BUCKET)]
     chosen = plan(buckets, members, device, dtype=dtype, error_feedback=error_feedback)
     return chosen.codec, chosen
 
