@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
+import faults
 import pytest
 import torch
+import torch.distributed as dist
 import trained
-from hosted import HostExpected, launched
-from ranks import run
+from hosted import HostExpected, in_phase, launched
+from ranks import outcomes_of, run
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 from trained import FEW, SHAPES, STEPS, Given, given
 
@@ -98,13 +102,11 @@ def test_hosts_are_followed_by_default_and_as_a_mesh_but_not_in_a_group() -> Non
 
 
 def _wrong_meshes(rank: int) -> list[str]:
-    half = init_device_mesh("cpu", (2, 2))["dim_0"]
-    small = [init_device_mesh("cpu", (2, 2, 1)), half]
     found = []
-    for mesh in small:
+    for mesh in (init_device_mesh("cpu", (2, 2, 1)), init_device_mesh("cpu", (4,))):
         error, _ = faults.error_of(lambda mesh=mesh: nc.compress_gradients(DDP(Given(SHAPES)), process_group=mesh))
         found.append(str(error))
-    sub = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]])) if rank < 4 else None
+    sub = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]))
     alone = dist.new_group([0, 1])
     if rank < 2:
         ddp = DDP(Given(SHAPES), process_group=alone)
@@ -128,7 +130,7 @@ def _overflowing(rank: int) -> Any:
     """A step with an Inf on one rank is one that never was, as far as residuals are concerned; so is one that fails."""
     launched(rank, 2, 2)
     ddp, plain = (DDP(Given(SHAPES), bucket_cap_mb=FEW) for _ in range(2))
-    state, other = (trained.compressed(model) for model in (ddp, plain))
+    state, _ = (trained.compressed(model) for model in (ddp, plain))
     found = []
     for step in range(4):
         gradients = given(SHAPES, rank, step)
@@ -221,6 +223,8 @@ def _failing(rank: int, buckets: dict[str, Any]) -> Any:
     trained.agree([trained.backward(ddp, given(SHAPES, rank, 0))], [_step(expected, 0)])
     found = []
     for phase in (1, 2, 3):
+        if phase == 3:  # what failed on all ranks has left no trace
+            trained.agree([trained.backward(ddp, given(SHAPES, rank, 1))], [_step(expected, 1)])
         if rank == 1:
             in_phase(phase, faults.run_out_of_memory)
         error, _ = faults.error_of(lambda: trained.backward(ddp, given(SHAPES, rank, 1)))
@@ -236,7 +240,7 @@ def _step(expected: HostExpected, step: int) -> Any:
 def test_a_rank_that_raises_in_any_phase_breaks_the_step_off_on_its_host_at_the_least(buckets: dict[str, Any]) -> None:
     found = run(4, _failing, buckets)
     for phase in range(3):
-        assert found[1][phase] == "MemoryError: no room left for codes"
+        assert "MemoryError: no room left for codes" in found[1][phase]
         told = range(4) if phase < 2 or buckets else range(2)
         for rank in told:
             if rank != 1:
