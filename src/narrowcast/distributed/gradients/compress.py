@@ -37,15 +37,15 @@ def compress_gradients(
     `process_group` is that of a DDP model by default. Over all ranks, its gradients then follow the machine: ranks of a
     host add up without loss, and the codec travels between hosts (as torchrun starts them: several, with as many ranks
     on each, two or more). A 2-D DeviceMesh (hosts x local) says so itself; `dist.group.WORLD`, or any other group, that
-    all of its ranks are equal. The other arguments are those of `GradientCompression`, which
-    is returned; error_feedback="owner" has no meaning for FSDP2, whose sums are not quantized.
+    all of its ranks are equal. With FSDP2 it is left out, or a 2-D mesh, replicas x shards, of which fully_shard was
+    given the shards alone: gradients are then averaged between replicas, too.
+
+    The other arguments are those of `GradientCompression`, which is returned; error_feedback="owner" has no meaning for
+    FSDP2 without replicas, whose sums are not quantized.
     """
     trainer: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     sharded = _sharded(trainer)
-    if sharded:
-        _refuse(error_feedback == "owner", f"error_feedback={error_feedback!r}", _NO_OWNER)
-        _refuse(process_group is not None, "process_group", _OWN_GROUPS)
-    else:
+    if not sharded:
         _check_ddp(model, trainer)
         _refuse(gather is not None, f"gather={gather!r}", _NO_GATHER)
     state = GradientCompression(
@@ -67,11 +67,6 @@ def compress_gradients(
     return state
 
 
-_NO_OWNER = (
-    "FSDP2 keeps sums where they are made and quantizes none, so an owner has no residual. Pass True for the sender's, "
-    "or False."
-)
-_OWN_GROUPS = "an FSDP2 model exchanges gradients over the mesh given to fully_shard. Leave it out."
 _NO_GATHER = (
     "DistributedDataParallel keeps all parameters on every rank and gathers none. Leave it out, or use fully_shard."
 )

@@ -8,18 +8,21 @@ on CUDA when that stream waits for it. So nothing about streams, prefetching, or
 - Gathered parameters are what forward and backward compute with, on every rank alike. The sharded ones, which the
   optimizer and checkpoints see, stay exact. Backward may gather again, and must find what forward found: the codec may
   not round at random.
-- The all-reduce between the replicas of HSDP, and gathering from the fewer ranks of reshard_after_forward=int, are
-  left to torch: they go uncompressed.
+- With replicas (HSDP) it is the all-reduce between them that is compressed (fsdp_replicas.py). The reduce-scatter
+  within a replica is torch's own.
+- Gathering from the fewer ranks of reshard_after_forward=int is left to torch: it goes uncompressed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
@@ -28,6 +31,7 @@ from narrowcast.distributed.collective import Collective, Operands
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.gradients.compression import GradientCompression
 from narrowcast.distributed.gradients.fsdp_groups import AllGather, ParameterGroup, ReduceScatter, groups_of
+from narrowcast.distributed.gradients.fsdp_replicas import ReplicaReduce, lonely_group, residuals_of_shards
 from narrowcast.distributed.gradients.fsdp_steps import Steps
 from narrowcast.distributed.gradients.gather import gather_shards
 from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, lay_out
@@ -35,9 +39,10 @@ from narrowcast.distributed.gradients.options import Mode, for_gradients
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.reduction import ShardedBucket
 from narrowcast.distributed.gradients.residuals import Holder, Residuals
+from narrowcast.distributed.meshes import Given, check_mesh
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.group import Group, group_for
-from narrowcast.errors import DtypeError, ModelKindError, SpecError
+from narrowcast.errors import DtypeError, ModelKindError, ShapeError, SpecError
 
 GATHERED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of parameters that a codec takes, and gives back without loss where they are exempt."""
@@ -54,12 +59,59 @@ def attach(model: nn.Module, state: GradientCompression, gather: AnyCodec | None
         raise ModelKindError(f"model: {type(model).__name__} is sharded, but has no parameters.")
     for group in groups:
         _refuse_complex(group)
+        _take_replicas(group, state.process_group)
+    replicated = _replicated(groups)
+    if not replicated and state.error_feedback == "owner":
+        raise SpecError(f"error_feedback={state.error_feedback!r}: {_NO_OWNER}")
     _agree(state, groups, codec)
     state.clock.handed_over()  # torch waits for each reduction where it asks for it
     steps = Steps(state)
+    lonely = lonely_group() if replicated else None
     for group in groups:
         gathers = None if codec is None else _Gather(state, group, codec)
-        group.replace_collectives(_Reduce(state, group, steps), gathers)
+        if lonely is None:
+            group.replace_collectives(_Reduce(state, group, steps), gathers)
+        else:
+            group.replace_all_reduce(ReplicaReduce(state, group, steps), lonely)
+            group.replace_collectives(None, gathers)
+
+
+_NO_OWNER = (
+    "FSDP2 keeps sums where they are made and quantizes none, so an owner has no residual. Pass True for the sender's, "
+    "or False."
+)
+
+
+def _take_replicas(group: ParameterGroup, given: Given) -> None:
+    """Take it from a mesh (replicas x shards) who has the same shards as this rank, where torch was not told."""
+    if given is None:
+        return
+    if not isinstance(given, DeviceMesh):
+        raise SpecError(
+            "process_group: an FSDP2 model exchanges gradients over the mesh given to fully_shard. Leave it out, or "
+            "pass a 2-D mesh, replicas x shards, whose second dimension was given to fully_shard."
+        )
+    check_mesh(given, "process_group", "compress_gradients")
+    here, there = (dist.get_process_group_ranks(g) for g in (group.process_group, given.get_group(1)))
+    if group.replicas is not None or here != there:
+        raise ShapeError(
+            f"process_group: {', '.join(group.names[:3])} are sharded over ranks {here}, the second dimension of the "
+            f"mesh has {there}. Pass the mesh whose second dimension was given to fully_shard; where fully_shard got "
+            "both, leave it out."
+        )
+    if given.size(0) > 1:
+        group.replicas = given.get_group(0)
+
+
+def _replicated(groups: Sequence[ParameterGroup]) -> bool:
+    """Whether there are replicas: of all parameters, or of none."""
+    kinds = {group.replicas is not None for group in groups}
+    if len(kinds) > 1:
+        raise ModelKindError(
+            "model: some of it is replicated (a 2-D mesh) and some is not. Give all of it one mesh, or compress the "
+            "two apart: compress_gradients takes a part of a model, too."
+        )
+    return kinds.pop()
 
 
 def _agree(state: GradientCompression, groups: Sequence[ParameterGroup], gather: Codec | None) -> None:
@@ -67,13 +119,19 @@ def _agree(state: GradientCompression, groups: Sequence[ParameterGroup], gather:
     for group in groups:
         for name, numel in zip(group.names, group.numels, strict=True):
             state.parameters.numels[name] = numel  # what this rank sees of it, where tensors are parallel too
+        if group.replicas is not None:  # what it has of it
+            state.parameters.numels.update(zip(group.names, group.parts, strict=True))
     shared = {group.process_group: group for group in groups if group.process_group.size() > 1}
+    replicas = {group.replicas: group for group in groups if group.replicas is not None}
     codec = "none" if gather is None else gather.spec
-    for members, group in shared.items():
+    for members, group in (shared | replicas).items():
         meeting = group_for(members, group.device, "gradients")
         state.meet(meeting, group.dtype, f", groups={len(groups)}, gather={codec}")
     state.make_residuals = _residuals
-    for members, group in shared.items():
+    if replicas:
+        place = groups[0].process_group.rank()
+        state.make_residuals = partial(residuals_of_shards, place=place)
+    for members, group in (replicas or shared).items():
         state.agree(members, torch.empty(0, dtype=group.dtype, device=group.device))
 
 

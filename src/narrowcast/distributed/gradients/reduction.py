@@ -136,7 +136,14 @@ class GradientChunk(Chunk):
 
 @dataclass
 class FlatBucket(Bucket):
-    """A bucket of DDP: averaged in place."""
+    """A bucket of DDP, or a shard of HSDP: averaged in place, or divided by something else."""
+
+    divisor: int = 0
+    """Zero: by the number of ranks."""
+
+    @property
+    def words(self) -> str:
+        return f", divisor={self.divisor}" if self.divisor else ""
 
     def chunk(self, collective: Collective, layout: ChunkLayout, index: int) -> GradientChunk:
         return _FlatChunk(self, collective, layout, index)
@@ -155,7 +162,7 @@ class _FlatChunk(GradientChunk):
         for run in runs_of(layout, collective.call.codec, sharded=False) if layout.sections else ():
             averages = here.matrix[:, run.places].unbind()
             segments.append(self.segment(run, meant[:, run.places], averages, bucket.probe))
-        super().__init__(collective, segments, index, divisor=collective.size, eager=False)
+        super().__init__(collective, segments, index, bucket.divisor or collective.size, eager=False)
 
     def prepare(self) -> None:
         """Put the gradients side by side, added to the residuals where there are some."""

@@ -73,6 +73,8 @@ class Holder:
     """Zero where all ranks are equal."""
     host: int = 0
     place: int = 0
+    sharded: bool = False
+    """Whether a place has shards of parameters to begin with: a parameter is then what it has of it."""
 
     @property
     def row(self) -> int:

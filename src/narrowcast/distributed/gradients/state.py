@@ -70,15 +70,15 @@ def _numels(name: str, numel: int, holder: Holder) -> tuple[int, int]:
     """How many elements of a parameter a rank sends, and how many it owns."""
     if not holder.ranks:
         return numel, 0
-    section = sections_of(name, numel, holder.ranks)[0]
-    if holder.hosts:
+    section = sections_of(name, numel, holder.hosts if holder.sharded else holder.ranks)[0]
+    if holder.hosts and not holder.sharded:
         section = section.share(holder.place, holder.hosts)
     return section.numel, max(0, min(section.part, section.numel - holder.row * section.part))
 
 
 def holder_of(state: Mapping[str, Any]) -> Holder:
     """Whose state it is. One from before hosts were known to narrowcast does not name any."""
-    return Holder(**{field.name: int(state.get(field.name, 0)) for field in fields(Holder)})
+    return Holder(**{field.name: state.get(field.name, 0) for field in fields(Holder)})
 
 
 def check_world(residuals: Residuals | None, state: Mapping[str, Any]) -> None:
