@@ -114,8 +114,7 @@ class GradientCompression:
             meet_hosts(given, group)
             if self._auto and not self._chosen:
                 total = sum(self.parameters.numels.values()) or like.numel()
-                members = self.members if isinstance(given, DeviceMesh) else given
-                self._use(*choose_codec(total, like.dtype, members, like.device, self._feedback))
+                self._use(*choose_codec(total, like.dtype, given, like.device, self._feedback))
         ranks = ranks_in(given, like.device, "gradients")
         if not self._agreed:
             if self.error_feedback and self.residuals is None:
