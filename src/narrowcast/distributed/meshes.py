@@ -180,6 +180,8 @@ def all_reduce_over_mesh(wanted: Sum, given: DeviceMesh, async_op: bool) -> Work
 
 def all_reduce_by_hosts(wanted: Sum, members: dist.ProcessGroup, flat: Collective, async_op: bool) -> Work | None:
     """`all_reduce` of the default group: by hosts where it has some, else `flat`."""
+    if _hosts.get(flat.group, ()) is None or not hosts.may_have_hosts(members.size()):
+        return flat.launch(wanted.operands, async_op)
 
     def job() -> list[Tensor]:
         with span("narrowcast::all_reduce"), torch.no_grad():
