@@ -63,7 +63,7 @@ def mesh_of_hosts(members: dist.ProcessGroup, group: Group, purpose: str) -> Mes
     place = found[host].index(group.rank)
     within = subset_for(members, group.device, f"{purpose} within a host", found[host])
     between = subset_for(members, group.device, f"{purpose} between hosts", [ranks[place] for ranks in found])
-    return Mesh(group, within, between)
+    return Mesh(group, within, between, found)
 
 
 # -- a mesh that is given ---------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def wrong(rank: int) -> Any:
     hooked = stack(mesh=mesh)
     hooked.set_all_reduce_hook(lambda output: None)
     return [
-        error_of(stack(mesh=mesh["shard"]), process_group=dist.group.WORLD),
+        error_of(stack(mesh=mesh["shard"]), process_group=dist.new_group()),
         error_of(stack(mesh=mesh), process_group=mesh),
         error_of(stack(mesh=mesh["replicate"]), process_group=mesh),
         error_of(stack(mesh=mesh["shard"]), error_feedback="owner"),

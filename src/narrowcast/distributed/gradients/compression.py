@@ -274,7 +274,8 @@ class GradientCompression:
         saved.check(state)
         codec = saved.codec_of(state) if self._auto else self.codec  # what was chosen then
         mode = mode_of(self._feedback, codec, self._schedule)
-        saved.check_fits(state, mode, self.residuals, self.parameters.numels if self.parameters.named else None)
+        numels = self.parameters.numels | self.parameters.shares if self.parameters.named else None
+        saved.check_fits(state, mode, self.residuals, numels)
         if self._auto:
             self._use(codec, self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])

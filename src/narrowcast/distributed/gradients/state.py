@@ -70,6 +70,8 @@ def _numels(name: str, numel: int, holder: Holder) -> tuple[int, int]:
     """How many elements of a parameter a rank sends, and how many it owns."""
     if not holder.ranks:
         return numel, 0
+    if not numel:
+        return 0, 0
     section = sections_of(name, numel, holder.hosts if holder.sharded else holder.ranks)[0]
     if holder.hosts and not holder.sharded:
         section = section.share(holder.place, holder.hosts)

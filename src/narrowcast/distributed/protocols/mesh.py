@@ -24,6 +24,7 @@ from narrowcast.distributed.encoder import derive_seed
 from narrowcast.distributed.protocols import one_way, two_stage
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.group import Group
+from narrowcast.distributed.transport.hosts import Hosts
 from narrowcast.distributed.transport.lane import Lane, accepted
 from narrowcast.distributed.transport.work import Work
 from narrowcast.kernels.reference import casts
@@ -39,6 +40,8 @@ class Mesh:
     everyone: Group
     within: Group
     between: Group
+    hosts: Hosts = ()
+    """The ranks of each host, by their numbers in `everyone`."""
 
     @property
     def size(self) -> int:
