@@ -17,6 +17,7 @@ from trained import CODEC, STEPS, average, exempt, given
 
 import narrowcast as nc
 from cases import same_bits
+from narrowcast import distributed as ncd
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -35,6 +36,25 @@ def default(rank: int) -> Any:
         module = stack()
         state = trained.compressed(module, **options)
         found[name] = sharded.steps(module, rank), state.state_dict(), state.stats()
+    return found
+
+
+def gathered(rank: int) -> Any:
+    """What forward computes with, by hosts and flat, and how it got there."""
+    launched(rank, HOSTS, LOCAL)
+    found = []
+    options: dict[str, Any]
+    for options in ({}, {"process_group": dist.group.WORLD}):
+        torch.manual_seed(rank)
+        module: Any = stack()
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter.to_local())
+        state = nc.compress_gradients(module, "int8", gather="int4", **options)
+        ncd.reset_stats()
+        for part in sharded.every(module):
+            part.unshard()
+        seen = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        found.append((seen, state.stats().gather_sent_bytes, dict(ncd.stats())))
     return found
 
 
@@ -87,7 +107,7 @@ def failing(rank: int) -> Any:
 
 @pytest.fixture(scope="module")
 def four() -> list[dict[str, Any]]:
-    scenes = default, resumed, overflowing, failing
+    scenes = default, gathered, resumed, overflowing, failing
     return run(HOSTS * LOCAL, play, {scene.__name__: scene for scene in scenes}, timeout=150)
 
 
@@ -148,6 +168,18 @@ def test_world_is_flat_and_the_bytes_between_hosts_are_fewer(four: list[dict[str
         by_hosts = of_rank["default"]["by hosts"][2]
         assert by_hosts.sent_bytes < stats.sent_bytes / 2  # of which a third stays within the host
         assert not of_rank["default"]["no feedback"][1]["sender"]
+
+
+def test_gathered_parameters_have_the_bits_of_the_flat_form_and_reach_a_host_once(four: list[dict[str, Any]]) -> None:
+    for of_rank in four:
+        (by_hosts, sent, stats), (flat, flat_sent, _) = of_rank["gathered"]
+        assert by_hosts.keys() == flat.keys()
+        for name in flat:
+            assert same_bits(by_hosts[name], flat[name]), name
+            assert same_bits(by_hosts[name], four[0]["gathered"][0][0][name]), name
+            assert bool(flat[name].any()), name
+        assert sent == stats["parameters between hosts"].sent_bytes
+        assert sent < flat_sent / 2.5  # to one rank, not to three
 
 
 def test_a_resumed_run_is_exact_and_its_state_is_not_one_of_equal_ranks(four: list[dict[str, Any]]) -> None:

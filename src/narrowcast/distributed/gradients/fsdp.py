@@ -30,7 +30,7 @@ from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.fsdp_gather import ShardGather, for_parameters, shard_layout
+from narrowcast.distributed.gradients.fsdp_gather import ShardGather, for_parameters, ranks_given, shard_layout
 from narrowcast.distributed.gradients.fsdp_groups import ParameterGroup, ReduceScatter, groups_of
 from narrowcast.distributed.gradients.fsdp_replicas import ReplicaReduce, lonely_group, residuals_of_shards
 from narrowcast.distributed.gradients.fsdp_steps import Steps
@@ -40,7 +40,7 @@ from narrowcast.distributed.gradients.options import Mode
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.reduction import ShardedBucket
 from narrowcast.distributed.gradients.residuals import Holder, Residuals
-from narrowcast.distributed.meshes import Given, check_mesh, everyone_in
+from narrowcast.distributed.meshes import Given, check_mesh, everyone_in, meet_hosts
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.group import Group
 from narrowcast.errors import DtypeError, ModelKindError, ShapeError, SpecError
@@ -121,14 +121,18 @@ def _agree(state: GradientCompression, groups: Sequence[ParameterGroup], gather:
     replicas = {group.replicas: group for group in groups if group.replicas is not None}
     codec = "none" if gather is None else gather.spec
     for members, group in (shared | replicas).items():
-        meeting = everyone_in(_given(state, members), group.device, "gradients")
+        meeting = everyone_in(ranks_given(state, members), group.device, "gradients")
         state.meet(meeting, group.dtype, f", groups={len(groups)}, gather={codec}")
+    if gather is not None:
+        for members, group in shared.items():
+            given = ranks_given(state, members)
+            meet_hosts(given, everyone_in(given, group.device, "parameters"))
     state.make_residuals = _residuals
     if replicas:
         place = groups[0].process_group.rank()
         state.make_residuals = partial(residuals_of_shards, place=place)
     for members, group in (replicas or shared).items():
-        given = members if replicas else _given(state, members)
+        given = members if replicas else ranks_given(state, members)
         met = state.agree(given, torch.empty(0, dtype=group.dtype, device=group.device))
         if isinstance(met, Mesh):  # what this place has of each parameter, of which it keeps residuals
             rows = [ranks[met.within.rank] for ranks in met.hosts]
@@ -158,7 +162,7 @@ class _Reduce(ReduceScatter):
         if self._state.idle:
             self._state.count_idle(self._parameters.index, input_tensor.numel(), plain_bytes)
             return self._own(output_tensor, input_tensor, group, op, async_op)
-        meeting = self._state.agree(_given(self._state, group), input_tensor)
+        meeting = self._state.agree(ranks_given(self._state, group), input_tensor)
         with meeting.refusing("gradients"):
             return self._start(meeting, output_tensor, input_tensor, op, async_op, plain_bytes, step, outcome)
 
@@ -196,12 +200,6 @@ class _Reduce(ReduceScatter):
         if state.residuals is not None:
             self._steps.tell_at_the_end(parameters)
         return group.lane.start("gradients", job, [output, input], async_op)
-
-
-def _given(state: GradientCompression, members: dist.ProcessGroup) -> Given:
-    """Who reduces together, of those that share parameters: by hosts where these are all ranks."""
-    everyone = dist.get_process_group_ranks(members) == list(range(dist.get_world_size()))
-    return None if everyone and state.process_group is None else members
 
 
 def _residuals(mode: Mode, holder: Holder) -> Residuals:

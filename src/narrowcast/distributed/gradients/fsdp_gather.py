@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from narrowcast.distributed import arguments
 from narrowcast.distributed.collective import Collective, Operands
 from narrowcast.distributed.gradients.compression import GradientCompression
 from narrowcast.distributed.gradients.fsdp_groups import AllGather, ParameterGroup
-from narrowcast.distributed.gradients.gather import gather_shards
+from narrowcast.distributed.gradients.gather import gather_by_hosts, gather_shards
 from narrowcast.distributed.gradients.hosted_shards import numel_of_place
 from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, lay_out
 from narrowcast.distributed.gradients.options import for_gradients
+from narrowcast.distributed.meshes import Given, everyone_in, ranks_in
+from narrowcast.distributed.protocols import mesh
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.agreement import Call
-from narrowcast.distributed.transport.group import Group, group_for
+from narrowcast.distributed.transport.group import Group
 from narrowcast.errors import SpecError
 
 GATHERED = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,6 +30,12 @@ GATHERED = (torch.float32, torch.bfloat16, torch.float16)
 
 LAYOUTS = 1024
 """So many sets of parameters that have a gradient together are remembered."""
+
+
+def ranks_given(state: GradientCompression, members: dist.ProcessGroup) -> Given:
+    """Who reduces together, of those that share parameters: by hosts where these are all ranks."""
+    everyone = dist.get_process_group_ranks(members) == list(range(dist.get_world_size()))
+    return None if everyone and state.process_group is None else members
 
 
 def shard_layout(
@@ -73,22 +81,50 @@ class ShardGather(AllGather):
         if reason:
             counted.count_gather(plain, plain, reason)
             return self._own(output_tensor, input_tensor, group, async_op)
-        meeting = group_for(group, output_tensor.device, "parameters")
-        layout = shard_layout(self._state, parameters, range(len(parameters.names)), meeting, False)
+        given, device = ranks_given(self._state, group), output_tensor.device
+        everyone, met = everyone_in(given, device, "parameters"), ranks_in(given, device, "parameters")
+        layout = shard_layout(self._state, parameters, range(len(parameters.names)), everyone, False)
         matrix = output_tensor.view(ranks, columns)
+        call = Call(
+            "parameters", self._codec, f"group {parameters.index}, dtype={matrix.dtype}, numel={matrix.numel()}"
+        )
+        operands = Operands(output_tensor)
+        operands.read(input_tensor)
 
-        def protocol(collective: Collective) -> None:
-            mine = matrix[collective.rank]
+        def bring_own() -> None:
+            mine = matrix[everyone.rank]
             if mine.data_ptr() != input_tensor.data_ptr():
                 mine.copy_(input_tensor)
+
+        def protocol(collective: Collective) -> None:
+            bring_own()
             gather_shards(collective, matrix, layout)
             counted.count_gather(plain, collective.sent_bytes)
 
-        words = f"group {parameters.index}, dtype={matrix.dtype}, numel={matrix.numel()}"
-        operands = Operands(output_tensor)
-        operands.read(input_tensor)
-        call = Call("parameters", self._codec, words)
-        return Collective(meeting, call, protocol, plain_bytes=plain).launch(operands, async_op)
+        if isinstance(met, Mesh):
+            return self._start_by_hosts(met, call, bring_own, matrix, layout, operands, async_op)
+        return Collective(everyone, call, protocol, plain_bytes=plain).launch(operands, async_op)
+
+    def _start_by_hosts(
+        self,
+        met: Mesh,
+        call: Call,
+        bring_own: Callable[[], None],
+        matrix: Tensor,
+        layout: Sequence[ChunkLayout],
+        operands: Operands,
+        async_op: bool,
+    ) -> dist.Work | None:
+        plain = arguments.nbytes(matrix[0]) * (met.between.size - 1)
+
+        def job() -> list[Tensor]:
+            bring_own()
+            phases = gather_by_hosts(met, call, matrix, layout)
+            mesh.run(phases, "parameters")
+            self._state.counted.count_gather(plain, phases[0].sent_bytes)
+            return operands.written
+
+        return met.lane.start("parameters", job, operands.touched, async_op)
 
     def _why_not(self, output: Tensor, columns: int, ranks: int) -> str:
         """Why torch has to gather this one."""

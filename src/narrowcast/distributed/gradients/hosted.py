@@ -146,7 +146,7 @@ class _AveragedChunk(GatheredChunk):
         self._here = here = SideBySide(collective, bucket.gradients, layout, index, places * len(share.exempt))
         regions = (share.exempt, here.exempt), (share.matrix, here.matrix)
         runs = [
-            (collective.encoder, averages.view(-1), everyones.view(places, -1))
+            (collective.encoder, averages.view(-1), everyones.view(places, -1).unbind())
             for averages, everyones in regions
             if averages.numel()
         ]
