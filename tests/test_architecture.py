@@ -104,9 +104,9 @@ ROOMS = {
     "functional": {"arguments", "entry", "encoder", "collectives"},
     "gradients": {
         *("stats", "transport", "encoder", "collective", "protocols", "arguments", "entry", "collectives"),
-        *("gradients", "planning"),
+        *("gradients", "meshes", "planning"),
     },
-    "planning": {"stats", "transport", "collective", "protocols", "arguments", "gradients"},
+    "planning": {"stats", "transport", "collective", "protocols", "arguments", "meshes", "gradients"},
 }
 PLANNERS = {"compression"}
 """The modules of gradients that know planning; planning knows those of gradients that do not."""

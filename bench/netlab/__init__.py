@@ -11,6 +11,9 @@ the machine. What must hold, whoever implements it:
 - Each rank finds the variables that torchrun sets, so `init_process_group("gloo")` needs no argument.
 - Nothing outlives a run: no process, no namespace. What a killed run left behind, the next one removes.
 
+With `--per-host 2`, two ranks share a namespace, its cable and its counters, and reach each other by loopback, as ranks
+of a host do.
+
 Not done: loss, jitter, routes to the outside, limits on the ranks' processors.
 """
 

@@ -32,9 +32,10 @@ Examples:
   {PROGRAM} --ranks 4 -- python train.py                            as fast as the machine
   {PROGRAM} --ranks 4 --rate 1gbit --delay 1ms -- python train.py   an office network
   {PROGRAM} --ranks 8 --rate 100mbit --only 0 -- python bench.py    print rank 0 alone
+  {PROGRAM} --ranks 4 --per-host 2 --rate 1gbit -- python train.py  two hosts of two ranks
   {PROGRAM} --ranks 2 --rate 10gbit --json run.json -- ./script.sh  figures for a program
 
-Each rank finds what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK=0, MASTER_ADDR, ...), the interface to use
+Each rank finds what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), the interface to use
 (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NETLAB_IFNAME), the others by the names rank0, rank1, ..., and, unless you set
 them, OMP_NUM_THREADS=1 and PYTHONUNBUFFERED=1. It has no route to anywhere but the other ranks.
 
@@ -43,6 +44,7 @@ CAP_NET_ADMIN.
 """
 
 Ranks = Annotated[int, typer.Option("--ranks", "-n", metavar="N", help="How many ranks.")]
+PerHost = Annotated[int, typer.Option(metavar="N", help="How many ranks share a host, and its link.")]
 Rate = Annotated[str | None, typer.Option(metavar="RATE", help="Of each rank's link, each way: 1gbit, 100mbit.")]
 Delay = Annotated[str | None, typer.Option(metavar="TIME", help="From rank to rank, one way: 1ms, 200us.")]
 By = Annotated[
@@ -64,6 +66,7 @@ Command = Annotated[list[str], typer.Argument(metavar="COMMAND", help="What to r
 def netlab(
     command: Command,
     ranks: Ranks = 2,
+    per_host: PerHost = 1,
     rate: Rate = None,
     delay: Delay = None,
     delay_by: By = "auto",
@@ -82,7 +85,7 @@ def netlab(
 
     try:
         check(command, ranks, only or [], grace, json_file)
-        network = Network(ranks, rate, delay, delay_by=delay_by, tcp=tcp)
+        network = Network(ranks, rate, delay, delay_by=delay_by, tcp=tcp, per_host=per_host)
         results = run(network, command, Output(only or []), say, grace=grace, keep_going=keep_going)
     except NetlabError as error:
         console.print(f"netlab: {error}", markup=False, style="red")

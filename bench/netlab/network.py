@@ -48,7 +48,8 @@ _count = itertools.count()
 class Network:
     """Ranks on a switch. `delay_by`: netem (the kernel), line (user space) or auto, the first that there is.
 
-    `tcp`: how TCP shares a link (congestion control): cubic, reno, bbr; the machine's own unless given.
+    `tcp`: how TCP shares a link (congestion control): cubic, reno, bbr; the machine's own unless given. `per_host`: so
+    many ranks share a namespace, its cable and its address, and reach each other without the cable.
     """
 
     def __init__(
@@ -59,18 +60,23 @@ class Network:
         *,
         delay_by: str = "auto",
         tcp: str | None = None,
+        per_host: int = 1,
     ) -> None:
         if not 1 <= ranks <= MOST:
             raise NetlabError(f"--ranks {ranks}: there can be 1 to {MOST} of them. Write, for example, --ranks 4.")
+        if per_host < 1 or ranks % per_host:
+            raise NetlabError(f"--per-host {per_host}: --ranks {ranks} is no multiple of it. Write --per-host 1.")
         if delay_by not in DELAYERS:
             raise NetlabError(f"--delay-by {delay_by!r}: it is one of {', '.join(DELAYERS)}.")
         self.link = Link(parse_rate(rate) if rate else None, parse_delay(delay) if delay else 0.0)
         self.delay_by = delay_by if self.link.delay else "nothing"
-        self.addresses = [f"10.77.0.{rank + 1}" for rank in range(ranks)]
+        self.ranks, self.per_host = ranks, per_host
+        hosts = range(ranks // per_host)
+        self.addresses = [f"10.77.0.{host + 1}" for host in hosts]
         self.swept: list[str] = []
         prefix = owners.prefix(next(_count))
         self.switch = f"{prefix}switch"
-        self.namespaces = [f"{prefix}{rank}" for rank in range(ranks)]
+        self.namespaces = [f"{prefix}{host}" for host in hosts]
         self.tcp = tcp
         self._processes: list[subprocess.Popen[bytes]] = []
         self._line: subprocess.Popen[bytes] | None = None
@@ -137,7 +143,8 @@ class Network:
         """The ranks' names: "rank0" and so on. torch asks for them, and warns where there is no answer."""
         known = Path("/etc/hosts").read_text() if Path("/etc/hosts").exists() else "127.0.0.1 localhost"
         # Each once more as IPv6 writes it: torch's store listens for both, and sees its callers so.
-        own = [f"{address} rank{rank}\n::ffff:{address} rank{rank}.v4" for rank, address in enumerate(self.addresses)]
+        places = [(rank, self.addresses[rank // self.per_host]) for rank in range(self.ranks)]
+        own = [f"{address} rank{rank}\n::ffff:{address} rank{rank}.v4" for rank, address in places]
         return "\n".join([known, *own, ""])
 
     # -- rate and delay ------------------------------------------------------------------------------------------------
@@ -191,8 +198,9 @@ class Network:
         """The command in every rank, in order of rank. `env` comes on top of this process's own environment."""
         given = {**os.environ, **(env or {})}
         begun = []
-        for rank, name in enumerate(self.namespaces):
-            own = processes.variables(rank, self.addresses, given)
+        for rank in range(self.ranks):
+            own = processes.variables(rank, self.addresses, given, self.per_host)
+            name = self.namespaces[rank // self.per_host]
             begun.append(processes.start(name, command, own, hosts=self._hosts(), pipes=pipes))
             self._processes.append(begun[-1])
         return begun
@@ -203,7 +211,7 @@ class Network:
             raise NetlabError("the delay line ended, so no packet arrives any more. Was it killed, for memory perhaps?")
 
     def counters(self) -> list[Counters]:
-        """What passed each rank's interface since the start; drops in the queues of its cable included."""
+        """What passed each host's interface since the start; drops in the queues of its cable included."""
         towards = queue_drops(self.switch)
         found = []
         for rank, name in enumerate(self.namespaces):

@@ -24,16 +24,16 @@ libc = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec i
 ENTER = 'f=$(mktemp) && printf %s "$0" > "$f" && chmod 644 "$f" && mount --bind "$f" /etc/hosts; rm -f "$f"; exec "$@"'
 
 
-def variables(rank: int, addresses: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
+def variables(rank: int, addresses: Sequence[str], given: Mapping[str, str], per_host: int = 1) -> dict[str, str]:
     """The environment of a rank: what torchrun sets, and the interface for gloo, NCCL and `netlab.read`."""
-    ranks = str(len(addresses))
+    ranks, host = str(per_host * len(addresses)), rank // per_host
     fixed = {
         "RANK": str(rank),
         "WORLD_SIZE": ranks,
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "GROUP_RANK": str(rank),
-        "GROUP_WORLD_SIZE": ranks,
+        "LOCAL_RANK": str(rank % per_host),
+        "LOCAL_WORLD_SIZE": str(per_host),
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(len(addresses)),
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": ranks,
         "ROLE_NAME": "default",
@@ -42,7 +42,7 @@ def variables(rank: int, addresses: Sequence[str], given: Mapping[str, str]) -> 
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "NCCL_SOCKET_IFNAME": INTERFACE,
         "NETLAB_IFNAME": INTERFACE,
-        "NETLAB_ADDRESS": addresses[rank],
+        "NETLAB_ADDRESS": addresses[host],
     }
     # As torchrun does: ranks that share a machine would each take all of its cores. And lines come as they are printed.
     return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **given, **fixed}

@@ -21,19 +21,24 @@ MADE_BY = {
 
 def headline(network: Network) -> str:
     how = [str(network.link), *([MADE_BY[network.delay_by]] if network.link.delay else [])]
-    count = len(network.addresses)
-    return f"{count} rank{'s' if count > 1 else ''}, {', '.join(how)}, TCP {network.tcp or tcp.current()}"
+    count = network.ranks
+    shared = f", {network.per_host} on each host" if network.per_host > 1 else ""
+    return f"{count} rank{'s' if count > 1 else ''}{shared}, {', '.join(how)}, TCP {network.tcp or tcp.current()}"
 
 
 def summary(network: Network, counters: list[Counters], ended: Mapping[int, Ended], code: int) -> dict[str, Any]:
-    """The shape of `--json`. Seconds and codes are null for a rank that netlab did not see end."""
+    """The shape of `--json`. Seconds and codes are null for a rank that netlab did not see end.
+
+    Bytes and packets are those of a rank's host: where ranks share one, each shows the same.
+    """
     rows = []
-    for rank, (address, counted) in enumerate(zip(network.addresses, counters, strict=True)):
-        end = ended.get(rank)
-        row = {"rank": rank, "address": address, **asdict(counted)}
+    for rank in range(network.ranks):
+        end, host = ended.get(rank), rank // network.per_host
+        row = {"rank": rank, "host": host, "address": network.addresses[host], **asdict(counters[host])}
         rows.append({**row, "seconds": end and round(end.seconds, 3), "exit_code": end and end.code})
     return {
         "ranks": len(rows),
+        "per_host": network.per_host,
         "rate_bits_per_second": network.link.rate,
         "delay_seconds": network.link.delay,
         "delay_by": network.delay_by,
@@ -44,7 +49,8 @@ def summary(network: Network, counters: list[Counters], ended: Mapping[int, Ende
 
 
 def table(results: Mapping[str, Any]) -> Table:
-    shown = Table("rank", "sent", "received", "packets", "dropped", "seconds", "end")
+    what = "rank" if results["per_host"] == 1 else "rank (bytes and packets: of its host)"
+    shown = Table(what, "sent", "received", "packets", "dropped", "seconds", "end")
     for column in shown.columns[1:-1]:
         column.justify = "right"
     for row in results["per_rank"]:

@@ -34,6 +34,20 @@ def test_ranks_find_what_torchrun_sets() -> None:
 
 
 @networked
+def test_ranks_of_a_host_share_its_address() -> None:
+    shown = "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK $GROUP_WORLD_SIZE $NETLAB_ADDRESS"
+    done = netlab("--ranks", "4", "--per-host", "2", "--", "sh", "-c", shown)
+    meant = [f"[{rank}] {rank} 4 {rank % 2} 2 {rank // 2} 2 10.77.0.{rank // 2 + 1}" for rank in range(4)]
+    assert sorted(lines(done)) == meant
+    assert "4 ranks, 2 on each host" in done.stderr
+
+
+def test_hosts_have_as_many_ranks_each() -> None:
+    with pytest.raises(NetlabError, match=r"--per-host 3: --ranks 4 is no multiple of it"):
+        Network(4, per_host=3)
+
+
+@networked
 def test_a_rank_sees_its_own_interface_alone_and_its_counters_start_at_zero() -> None:
     script = "ls /sys/class/net | xargs echo; cat /sys/class/net/$NETLAB_IFNAME/statistics/?x_bytes | xargs echo"
     assert lines(netlab("-n", "1", "--", "sh", "-c", script)) == ["[0] eth0 lo", "[0] 0 0"]

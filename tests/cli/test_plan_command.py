@@ -40,6 +40,20 @@ def test_on_paper_a_slow_link_gets_four_bits_and_the_bytes_are_those_of_the_code
     assert by_codec["none"]["seconds"] == pytest.approx(70 / (1.25 * 0.95), rel=0.01)
 
 
+def test_on_paper_hosts_send_what_one_rank_would() -> None:
+    words = ("--bandwidth", "1gbit", "--codecs", "int8", "--json")
+    of_hosts, of_ranks = (
+        json.loads(invoke("plan", "--params", "10M", "--ranks", ranks, *hosts, *words)[1])["predictions"][1]
+        for ranks, hosts in (("8", ("--hosts", "2", "--local-bandwidth", "400gbit")), ("2", ()))
+    )
+    assert of_hosts["bytes"] == pytest.approx(of_ranks["bytes"], rel=1e-2)
+    code, out, _ = invoke(*PAPER, "--bandwidth", "1gbit", "--hosts", "2")
+    assert code == 0
+    assert "8 ranks on 2 hosts" in out
+    assert "sent by a host" in out
+    assert "within a host 1,250 MB/s" in out
+
+
 def test_on_paper_a_fast_link_gets_none_and_the_table_says_so() -> None:
     code, out, _ = invoke(*PAPER, "--bandwidth", "100tbit", "--latency", "0us", "--dtype", "bf16")
     assert code == 0
@@ -93,6 +107,11 @@ def test_what_to_consider_and_the_margin_are_the_users() -> None:
         (("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--dtype", "int8"), ["--dtype 'int8'", "bf16"]),
         (("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--margin", "-1"), ["--margin -1", "10%"]),
         (("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--bucket-mb", "0"), ["--bucket-mb 0", "25"]),
+        (
+            ("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--hosts", "3"),
+            ["--hosts 3", "4 ranks", "evenly"],
+        ),
+        (("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--local-bandwidth", "9gbit"), ["--hosts 8"]),
         (("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--device", "tpu"), ["--device 'tpu'", "cuda"]),
     ],
 )

@@ -147,11 +147,13 @@ def exempt(shape: Sequence[int], world: int) -> bool:
     return len(shape) <= 1 or torch.Size(shape).numel() < UNIT * world
 
 
-def average(gradients: Sequence[Tensor]) -> Tensor:
-    """Without loss: the fp32 sum in rank order, divided, in the gradients' dtype."""
+def average(gradients: Sequence[Tensor], divisor: int | None = None) -> Tensor:
+    """Without loss: the fp32 sum in rank order, divided, in the gradients' dtype; with a divisor, in fp32."""
     total = gradients[0].float()
     for one in gradients[1:]:
         total = total + one.float()
+    if divisor is not None:
+        return total if divisor == 1 else total / torch.full_like(total, divisor)
     return (total / torch.full_like(total, len(gradients))).to(gradients[0].dtype)
 
 
@@ -168,6 +170,11 @@ class Expected:
         self.feedback = feedback
         self.seeds = seeds or [0] * world
         self.steps = 0
+        self.part = 0
+        """Columns of a parameter, where they do not follow from its size."""
+        self.cut_by = world
+        """Sections are cut as among so many ranks."""
+        self.divisor: int | None = None
         self.sender: dict[str, Tensor] = {}
         """[rank, owner, column]"""
         self.owner: Named = {}
@@ -190,8 +197,8 @@ class Expected:
 
     def _compressed(self, name: str, gradients: Sequence[Tensor], codec: Codec) -> Tensor:
         numel, dtype = gradients[0].numel(), gradients[0].dtype
-        part = -(-numel // (UNIT * self.world)) * UNIT
-        width = CHUNK // (self.world * UNIT) * UNIT
+        part = self.part or -(-numel // (UNIT * self.world)) * UNIT
+        width = CHUNK // (self.cut_by * UNIT) * UNIT
         padded = [torch.zeros(self.world * part, dtype=dtype) for _ in gradients]
         for row, gradient in zip(padded, gradients, strict=True):
             row[:numel] = gradient.reshape(-1)
@@ -209,7 +216,7 @@ class Expected:
                 for r in range(self.world):
                     if r != o:
                         sent[r, o, cut] = self._trip(codec, meant[r, o, cut], r, r, o, key)
-                sums[o, cut] = average(list(sent[:, o, cut]))
+                sums[o, cut] = average(list(sent[:, o, cut]), self.divisor)
                 if self.feedback:
                     sums[o, cut] += owner[o, cut]
                 result[o, cut] = self._trip(codec, sums[o, cut], o, o, self.world, key, dtype=dtype)

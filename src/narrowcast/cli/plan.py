@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -34,6 +34,10 @@ def plan(
     params: Annotated[str, typer.Option(help="Parameters of the model, such as 124M or 7B.")],
     ranks: Annotated[int | None, typer.Option(help="On paper: the number of ranks.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="On paper: each rank's bandwidth, such as 10gbit.")] = None,
+    hosts: Annotated[int, typer.Option(help="On paper: hosts that share the ranks; --bandwidth is then a host's.")] = 1,
+    local_bandwidth: Annotated[
+        str | None, typer.Option(help="On paper: between ranks of a host, such as 400gbit.")
+    ] = None,
     latency: Annotated[str, typer.Option(help="On paper: the latency of the network, one way.")] = "50us",
     dtype: Annotated[str, typer.Option(help="The dtype of the gradients: fp32, bf16 or fp16.")] = "fp32",
     bucket_mb: Annotated[float, typer.Option(help="DDP's bucket_cap_mb.")] = 25.0,
@@ -48,14 +52,22 @@ def plan(
     Live: torchrun --nproc-per-node 4 --no-python narrowcast plan --params 124M
 
     On paper: narrowcast plan --params 124M --ranks 8 --bandwidth 1gbit
+
+    Hosts of several ranks: narrowcast plan --params 7B --ranks 64 --hosts 8 --bandwidth 10gbit --device cuda
     """
     count = int(_parse_amount("--params", params, COUNTS, "124M or 7B", least=1))
     delay = _parse_amount("--latency", latency, TIMES, "50us or 1ms")
     rate = None if bandwidth is None else _parse_amount("--bandwidth", bandwidth, RATES, "100mbit or 10gbit", least=1)
+    local = (
+        None if local_bandwidth is None else _parse_amount("--local-bandwidth", local_bandwidth, RATES, "400gbit", 1)
+    )
     _check_options(dtype, bucket_mb, margin, device)
     live = ranks is None and rate is None and world() > 1
     if not live:
         _check_paper(ranks, bandwidth)
+        _check_hosts(ranks or 0, hosts, local_bandwidth)
+    elif hosts != 1 or local_bandwidth is not None:
+        refuse("--hosts and --local-bandwidth are for a plan on paper; live, hosts are as torchrun has started them.")
 
     import torch
 
@@ -71,7 +83,9 @@ def plan(
     if live:
         result = _plan_live(buckets, device, given, options)
     else:
-        result = _plan_on_paper(buckets, ranks or 0, rate or 0.0, delay, device, given, options)
+        places = (ranks or 0) // hosts if hosts > 1 else 1
+        link = {"latency_s": delay, "device": device, "places": places, "local_bits_per_s": local}
+        result = _plan_on_paper(buckets, ranks or 0, hosts, rate or 0.0, link, given, options)
     if rank() == 0:
         if as_json:
             print(json.dumps({**result.as_dict(), "params": count, "live": live}))
@@ -121,17 +135,24 @@ def _check_paper(ranks: int | None, bandwidth: str | None) -> None:
         refuse(f"--ranks {ranks}: must be at least 2. Write, for example, --ranks 16.")
 
 
+def _check_hosts(ranks: int, hosts: int, local_bandwidth: str | None) -> None:
+    if hosts < 1 or ranks % hosts:
+        refuse(f"--hosts {hosts}: {ranks} ranks cannot share them evenly. Hosts have as many ranks each.")
+    if local_bandwidth is not None and not 1 < hosts < ranks:
+        refuse("--local-bandwidth: is that between ranks of a host. Say how many hosts there are: --hosts 8.")
+
+
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
 def _plan_on_paper(
     buckets: list[int],
     ranks: int,
+    hosts: int,
     rate: float,
-    delay: float,
-    device: str,
+    link: dict[str, Any],
     codecs: tuple[str, ...],
-    options: dict[str, object],
+    options: dict[str, Any],
 ) -> Plan:
     from narrowcast.codecs import codec as as_codec
     from narrowcast.distributed.planning.codec_speed import measure_codecs
@@ -140,9 +161,10 @@ def _plan_on_paper(
     from narrowcast.distributed.planning.prediction import NONE
     from narrowcast.distributed.transport.gloo import EAGER
 
-    speeds = measure_codecs([as_codec(name) for name in codecs if name != NONE], device, ranks=ranks)
-    eager = 0 if device == "cuda" else EAGER
-    return decide(buckets, ranks, link_on_paper(rate, delay, device), speeds, eager=eager, **options)  # type: ignore[arg-type]
+    together = hosts if 1 < hosts < ranks else ranks
+    speeds = measure_codecs([as_codec(name) for name in codecs if name != NONE], link["device"], ranks=together)
+    eager = 0 if link["device"] == "cuda" else EAGER
+    return decide(buckets, ranks, link_on_paper(rate, **link), speeds, eager=eager, hosts=hosts, **options)
 
 
 def _plan_live(buckets: list[int], device: str, codecs: tuple[str, ...], options: dict[str, object]) -> Plan:
@@ -170,13 +192,14 @@ def _show(result: Plan, count: int, live: bool, dtype: str, device: torch.device
     source = "measured" if live else "on paper"
     coded = "on every rank at once" if live else "on this machine, by itself"
     lines = (
-        f"{count:,} parameters, {dtype} gradients, {len(result.buckets)} buckets, {result.ranks} ranks",
+        f"{count:,} parameters, {dtype} gradients, {len(result.buckets)} buckets, {result.ranks} ranks{_hosts(result)}",
         f"link, {source}: {_digits(link.bandwidth_bytes_per_s / 1e6)} MB/s, {_digits(link.latency_s * 1e6)} us a trip"
-        f"{_messages(link.message_s, device)}",
+        f"{_messages(link.message_s, device)}{_inside(link.local_bytes_per_s)}",
         f"coding, measured {coded}: {which_kernel('int8', device)}, {torch.get_num_threads()} threads\n",
     )
     console.print("\n".join(lines), highlight=False, markup=False)
-    table = Table("codec", "MB a step, sent by a rank", "wire, s", "coding, s", "all, s", "speedup", "")
+    by = "a host" if _hosts(result) else "a rank"
+    table = Table("codec", f"MB a step, sent by {by}", "wire, s", "coding, s", "all, s", "speedup", "")
     for p in result.predictions:
         times = (
             f"{p.wire_seconds:.3g}",
@@ -188,6 +211,14 @@ def _show(result: Plan, count: int, live: bool, dtype: str, device: torch.device
         table.add_row(p.codec, _digits(p.bytes / 1e6), *times, mark, style="bold" if mark else None)
     console.print(table)
     console.print(result.reason, highlight=False, markup=False, soft_wrap=True)
+
+
+def _hosts(result: Plan) -> str:
+    return f" on {result.hosts} hosts" if 1 < result.hosts < result.ranks else ""
+
+
+def _inside(rate: float | None) -> str:
+    return "" if rate is None else f", of each rank while its host's share it; within a host {_digits(rate / 1e6)} MB/s"
 
 
 def _messages(seconds: float, device: torch.device) -> str:

@@ -19,8 +19,10 @@ from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
 from narrowcast.distributed.collective import Collective, Operands, Request
 from narrowcast.distributed.entry import collective
-from narrowcast.distributed.meshes import all_reduce_over_mesh
+from narrowcast.distributed.meshes import Sum, all_reduce_by_hosts, all_reduce_over_mesh, check_mesh
 from narrowcast.distributed.protocols import one_way, two_stage
+from narrowcast.distributed.transport.agreement import Call
+from narrowcast.distributed.transport.group import group_for
 from narrowcast.distributed.transport.work import Work
 
 AnyCodec = str | Codec | Mapping[str, Any]
@@ -40,26 +42,31 @@ def all_reduce(
 ) -> Work | None:
     """Sum (or average) `tensor` over all ranks, in place; every rank ends with the same bits.
 
-    `group` may be a 2-D DeviceMesh (hosts x local): then ranks of a host add up in full precision (or in
-    `local_codec`), and only their sums travel between hosts in `codec`.
+    By default this follows the machine. With several hosts, and as many ranks on each (two or more, as torchrun starts
+    them), ranks of a host add up in full precision, or in `local_codec`; only their sums travel between hosts, in
+    `codec`. `group` may say which ranks share a host: a 2-D DeviceMesh (hosts x local). With `group=dist.group.WORLD`,
+    or any other group, all ranks are equal.
     """
+    members = arguments.members(None if isinstance(group, DeviceMesh) else group, "all_reduce")
     if isinstance(group, DeviceMesh):
-        return all_reduce_over_mesh(tensor, op, group, async_op, codec, local_codec, seed)
-    chosen, members = as_codec(codec), arguments.members(group, "all_reduce")
-    target = arguments.tensor(tensor, "tensor")
+        check_mesh(group, "group", "all_reduce")
+        if group.get_coordinate() is None:
+            return None
+        return all_reduce_over_mesh(Sum.of(tensor, op, group.size(), codec, local_codec, seed), group, async_op)
+    wanted = Sum.of(tensor, op, 1 if members is None else members.size(), codec, local_codec, seed)
     if members is None:
         return None
-    name, divisor = arguments.reduction(op, members.size(), "all_reduce")
-    operands = Operands(tensor)
-    data = operands.write(target)
 
     def protocol(collective: Collective) -> None:
         if collective.size > 1:
-            two_stage.all_reduce(collective, data.view(-1), divisor)
+            two_stage.all_reduce(collective, wanted.data.view(-1), wanted.divisor)
 
-    words = f"{arguments.in_common(target)}, numel={target.numel()}, op={name}"
-    plain = 2 * arguments.nbytes(target) * (members.size() - 1) // members.size()
-    return Request("all_reduce", members, async_op, chosen, seed).launch(words, protocol, operands, plain)
+    plain = 2 * arguments.nbytes(tensor) * (members.size() - 1) // members.size()
+    ranks, call = group_for(members, tensor.device), Call("all_reduce", wanted.far, wanted.words)
+    flat = Collective(ranks, call, protocol, plain_bytes=plain, seed=wanted.seeds[1])
+    if group is None:
+        return all_reduce_by_hosts(wanted, members, flat, async_op)
+    return flat.launch(wanted.operands, async_op)
 
 
 @collective

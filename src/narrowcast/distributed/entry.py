@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from narrowcast.distributed import arguments
-from narrowcast.distributed.meshes import refuse_to_mesh
+from narrowcast.distributed.meshes import refuse_by_hosts, refuse_to_mesh
 from narrowcast.distributed.transport.group import group_for, last_device, pair_for
 from narrowcast.distributed.transport.lane import accepted
 
@@ -79,7 +79,11 @@ def _refuse_to_group(op: str, given: dict[str, Any], error: BaseException) -> No
         refuse_to_mesh(group, _device(given, c10d._get_default_group()), error)
         return
     members = arguments.members(group, op)
-    if members is not None and members.size() > 1:
+    if members is None or members.size() == 1:
+        return
+    if op == "all_reduce" and group is None:
+        refuse_by_hosts(members, _device(given, members), error)
+    else:
         group_for(members, _device(given, members)).refuse(op, error)
 
 

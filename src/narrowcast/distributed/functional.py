@@ -131,16 +131,17 @@ def all_reduce(
     Backward: all_reduce of the gradient with the same `op`. When every rank computes the same loss from the result,
     the sum of losses counts it N times; divide it by N, or reduce with AVG.
     """
-    members, back = _members(group, "all_reduce"), _back(codec, backward_codec, seed)
+    back = _back(codec, backward_codec, seed)
+    _members(group, "all_reduce")
     arguments.tensor(tensor, "tensor")
 
     def forward(x: Tensor) -> Tensor:
         output = x.clone(memory_format=torch.contiguous_format)
-        collectives.all_reduce(output, op, members, codec=codec, seed=seed)
+        collectives.all_reduce(output, op, group, codec=codec, seed=seed)
         return output
 
     def backward(grad: Tensor) -> Tensor:
-        return all_reduce(grad, op, members, **back)
+        return all_reduce(grad, op, group, **back)
 
     return _apply(tensor, forward, backward)
 

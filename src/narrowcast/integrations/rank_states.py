@@ -60,7 +60,7 @@ def load(compression: GradientCompression, folder: str | os.PathLike[str], resid
 def gather(compression: GradientCompression, residuals: bool) -> list[dict[str, Any]]:
     """The states of all ranks, on the first rank; an empty list on the others. Every rank calls it."""
     state = state_of(compression, residuals)
-    group: Any = compression.process_group or dist.group.WORLD
+    group: Any = compression.members or dist.group.WORLD
     ranks, rank = group.size(), group.rank()
     if ranks == 1:
         return [state]
@@ -86,7 +86,7 @@ def gather(compression: GradientCompression, residuals: bool) -> list[dict[str, 
 
 def pick(compression: GradientCompression, states: Sequence[Mapping[str, Any]], residuals: bool) -> None:
     """Load this rank's state out of those that `gather` returned."""
-    rank, ranks = dist.get_rank(compression.process_group), dist.get_world_size(compression.process_group)
+    rank, ranks = dist.get_rank(compression.members), dist.get_world_size(compression.members)
     if residuals and len(states) != ranks:
         raise StateDictError(_other_ranks(len(states), ranks))
     _take(compression, states[rank if len(states) == ranks else 0], residuals)
@@ -97,8 +97,8 @@ def pick(compression: GradientCompression, states: Sequence[Mapping[str, Any]], 
 
 def _take(compression: GradientCompression, state: Mapping[str, Any], residuals: bool) -> None:
     current = compression.residuals
-    if residuals and current is not None and state.get("ranks", 0) not in (0, current.ranks):
-        raise StateDictError(_other_ranks(state["ranks"], current.ranks))
+    if residuals and current is not None and state.get("ranks", 0) not in (0, current.holder.ranks):
+        raise StateDictError(_other_ranks(state["ranks"], current.holder.ranks))
     compression.load_state_dict(state if residuals else _without_residuals(state))
 
 

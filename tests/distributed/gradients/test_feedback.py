@@ -15,7 +15,7 @@ from narrowcast.distributed.gradients import layout
 from narrowcast.distributed.gradients.feedback import FeedbackSegment
 from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, lay_out
 from narrowcast.distributed.gradients.outcome import Outcome
-from narrowcast.distributed.gradients.residuals import Residuals
+from narrowcast.distributed.gradients.residuals import Holder, Residuals
 from narrowcast.distributed.gradients.stats import Probe
 from narrowcast.distributed.stats import Meter
 from narrowcast.distributed.transport.buffers import Buffers
@@ -166,7 +166,7 @@ def _fill(residuals: Residuals, chunks: list[ChunkLayout], seed: int) -> None:
         sender, owner = residuals.of(chunk, CPU)
         assert owner is not None
         for section, _, span in chunk.spans():
-            count = section.owned(residuals.rank)
+            count = section.owned(residuals.holder.row)
             generator = torch.Generator().manual_seed(hash((section.start, len(section.name), seed)) % 1000)
             owner[span][:count] = torch.randn(count, generator=generator)
             if sender is not None:
@@ -188,7 +188,7 @@ def _same(
 @pytest.mark.parametrize("mode", [True, "owner"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_residuals_move_along_when_buckets_are_rebuilt(mode: bool, rank: int) -> None:
-    residuals = Residuals(mode, 3, rank)
+    residuals = Residuals(mode, Holder(3, rank))
     first, second = _buckets("abc"), _buckets("cb", "a")
     _fill(residuals, first, 1)
     before = residuals.by_name()
@@ -208,7 +208,7 @@ def test_residuals_move_along_when_buckets_are_rebuilt(mode: bool, rank: int) ->
 
 
 def test_residuals_are_held_once_after_a_rebuild() -> None:
-    residuals = Residuals(True, 3, 0)
+    residuals = Residuals(True, Holder(3, 0))
     for chunks in (_buckets("abc"), _buckets("cb", "a"), _buckets("abc")):
         for chunk in chunks:
             residuals.of(chunk, CPU)
@@ -222,10 +222,10 @@ def test_residuals_are_held_once_after_a_rebuild() -> None:
 
 @pytest.mark.parametrize("mode", [True, "owner"])
 def test_loaded_residuals_go_to_their_places_one_piece_at_a_time(mode: bool) -> None:
-    source = Residuals(mode, 3, 1)
+    source = Residuals(mode, Holder(3, 1))
     _fill(source, _buckets("abc"), 1)
     saved = source.by_name()
-    target = Residuals(mode, 3, 1)
+    target = Residuals(mode, Holder(3, 1))
     _fill(target, _buckets("ab", "c"), 2)
     target.load({name: saved[name] for name in saved})
     assert _same(target.by_name(), saved)

@@ -39,7 +39,7 @@ def _refusals(rank: int) -> dict[str, tuple[type, str]]:
     }
     module = stack()
     found["owner"] = _said(nc.compress_gradients, module, error_feedback="owner")
-    found["group"] = _said(nc.compress_gradients, module, process_group=dist.group.WORLD)
+    found["group"] = _said(nc.compress_gradients, module, process_group=dist.new_group())
     found["random"] = _said(nc.compress_gradients, module, gather="int8:stochastic=true")
     found["unsigned"] = _said(nc.compress_gradients, module, gather="levels:table=0.0|1.0")
     state = nc.compress_gradients(module.first, "int4")  # a part of it

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hosted import launched
 from ranks import run
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowcast as nc
 from narrowcast import distributed as ncd
@@ -22,7 +24,7 @@ from narrowcast.distributed.planning import planner as planning
 from narrowcast.distributed.planning.codec_speed import CodecSpeed, measure_codecs
 from narrowcast.distributed.planning.link import Link, link_on_paper, measure_link, slowest
 from narrowcast.distributed.planning.planner import Plan, choose, decide
-from narrowcast.distributed.planning.prediction import Prediction, predict, predict_plain
+from narrowcast.distributed.planning.prediction import Prediction, predict, predict_by_hosts, predict_plain
 from narrowcast.distributed.protocols import two_stage
 from narrowcast.distributed.transport.group import group_for
 
@@ -123,6 +125,42 @@ def test_predicted_bytes_are_those_that_are_sent(world: int) -> None:
             for gradients in (False, True)
         ]
         assert found == predicted
+
+
+def test_by_hosts_the_codec_travels_between_hosts_in_shares_and_bytes_within_them_are_added() -> None:
+    link = Link(0.5, 1000.0, ring_bytes_per_s=2000.0, local_bytes_per_s=100.0)
+    found = predict_by_hosts([1024, 1023], 4, 2, link, INT8, SPEED)
+    between = predict([512, 512], 2, link, INT8, SPEED)
+    inside = 4 * 2047 * 2 * (1 / 2) / 100
+    assert found.bytes == 2 * between.bytes  # both ranks of a host
+    assert found.seconds == pytest.approx(between.seconds + inside)
+    assert (found.coding_seconds, found.noise) == (between.coding_seconds, between.noise)
+
+
+def test_hosts_on_paper_share_a_link_which_a_ring_crosses_once() -> None:
+    link = link_on_paper(8e9, places=4, local_bits_per_s=80e9)
+    assert (link.bandwidth_bytes_per_s, link.ring_bytes_per_s) == (0.95e9 / 4, 0.95e9)
+    assert link.local_bytes_per_s == 10e9
+    assert link_on_paper(8e9, places=1).ring_bytes_per_s is None
+    made = decide([1000], 8, link, {"int8": SPEED}, hosts=2)
+    assert (made.hosts, made.as_dict()["hosts"]) == (2, 2)
+    with pytest.raises(errors.SpecError, match="hosts=3: 8 ranks cannot share them evenly"):
+        decide([1000], 8, link, {"int8": SPEED}, hosts=3)
+
+
+def hosts_planned(rank: int) -> tuple[Plan, Any]:
+    launched(rank, 2, 2)
+    made = planning.plan([100_000], candidates=["int8"])
+    state = nc.compress_gradients(DDP(torch.nn.Linear(64, 64)), "auto")
+    return made, state.plan
+
+
+def test_live_ranks_of_hosts_measure_the_link_between_them() -> None:
+    found = run(4, hosts_planned)
+    assert all(each == found[0] for each in found)
+    for made in found[0]:
+        assert (made.ranks, made.hosts) == (4, 2)
+        assert 1e6 < made.link.local_bytes_per_s < 1e12
 
 
 def test_a_link_on_paper_leaves_room_for_frames_and_counts_every_row() -> None:
@@ -261,7 +299,7 @@ def planned(rank: int) -> tuple[Plan, Plan | None, Any, list[str]]:
     state = torch.get_rng_state()
     # In bf16 the first is large enough for several pieces, so that a real reduction is timed, too.
     made = planning.plan([4_000_000, 2000], gradients=False, candidates=["none", "int4", "bf16"], margin=0.3)
-    codec, auto = planning.choose_codec([300_000, 2000], torch.bfloat16, None, "cpu", None)
+    codec, auto = planning.choose_codec(302_000, torch.bfloat16, None, "cpu", None)
     assert torch.equal(torch.get_rng_state(), state)
     return made, auto, codec, list(ncd.stats())
 

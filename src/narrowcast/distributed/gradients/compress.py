@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.distributed.collectives import AnyCodec
@@ -25,22 +27,25 @@ def compress_gradients(
     schedule: Schedule | None = None,
     exempt: Exempt = one_dimensional,
     gather: AnyCodec | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
     seed: int | None = None,
 ) -> GradientCompression:
     """Compress the gradients of a DDP or FSDP2 model from the next backward on. Every rank calls it alike.
 
     `model` is a DistributedDataParallel, or what `fully_shard` has been called on: all parameters in it that it
     shards are meant. `gather` is then the codec in which parameters are gathered; None leaves that to torch.
-    `process_group` is that of a DDP model by default. The other arguments are those of `GradientCompression`, which
-    is returned; error_feedback="owner" has no meaning for FSDP2, whose sums are not quantized.
+    `process_group` is that of a DDP model by default. Over all ranks, its gradients then follow the machine: ranks of a
+    host add up without loss, and the codec travels between hosts (as torchrun starts them: several, with as many ranks
+    on each, two or more). A 2-D DeviceMesh (hosts x local) says so itself; `dist.group.WORLD`, or any other group, that
+    all of its ranks are equal. With FSDP2 it is left out, or a 2-D mesh, replicas x shards, of which fully_shard was
+    given the shards alone: gradients are then averaged between replicas, too.
+
+    The other arguments are those of `GradientCompression`, which is returned; error_feedback="owner" has no meaning for
+    FSDP2 without replicas, whose sums are not quantized.
     """
     trainer: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     sharded = _sharded(trainer)
-    if sharded:
-        _refuse(error_feedback == "owner", f"error_feedback={error_feedback!r}", _NO_OWNER)
-        _refuse(process_group is not None, "process_group", _OWN_GROUPS)
-    else:
+    if not sharded:
         _check_ddp(model, trainer)
         _refuse(gather is not None, f"gather={gather!r}", _NO_GATHER)
     state = GradientCompression(
@@ -49,7 +54,7 @@ def compress_gradients(
         warmup_steps=warmup_steps,
         schedule=schedule,
         exempt=exempt,
-        process_group=None if sharded else process_group or trainer.process_group,
+        process_group=process_group if sharded or process_group is not None else _group_of(trainer),
         model=trainer if sharded else trainer.module,
         seed=seed,
     )
@@ -62,11 +67,6 @@ def compress_gradients(
     return state
 
 
-_NO_OWNER = (
-    "FSDP2 keeps sums where they are made and quantizes none, so an owner has no residual. Pass True for the sender's, "
-    "or False."
-)
-_OWN_GROUPS = "an FSDP2 model exchanges gradients over the mesh given to fully_shard. Leave it out."
 _NO_GATHER = (
     "DistributedDataParallel keeps all parameters on every rank and gathers none. Leave it out, or use fully_shard."
 )
@@ -79,6 +79,12 @@ def _sharded(model: object) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return not isinstance(model, DistributedDataParallel) and any(isinstance(m, FSDPModule) for m in model.modules())
+
+
+def _group_of(ddp: DistributedDataParallel) -> dist.ProcessGroup | None:
+    """The group of a model; None where it is the default one."""
+    group: Any = ddp.process_group
+    return None if group is c10d._get_default_group() else group
 
 
 def _check_ddp(model: object, trainer: object) -> None:

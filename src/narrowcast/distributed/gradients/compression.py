@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from narrowcast.codecs import Codec, checks
 from narrowcast.distributed.collective import Collective
@@ -24,6 +26,7 @@ from narrowcast.distributed.encoder import derive_seed, lossless
 from narrowcast.distributed.gradients import state as saved
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.options import (
+    FEEDBACK_WORDS,
     Exempt,
     Mode,
     Schedule,
@@ -37,15 +40,15 @@ from narrowcast.distributed.gradients.options import (
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.parameters import Parameters
 from narrowcast.distributed.gradients.reduction import Bucket, Reduction
-from narrowcast.distributed.gradients.residuals import Residuals
-from narrowcast.distributed.gradients.stats import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log, norm
+from narrowcast.distributed.gradients.residuals import Holder, Residuals, holder_among
+from narrowcast.distributed.gradients.stats import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log
+from narrowcast.distributed.meshes import Given, everyone_in, meet_hosts, ranks_in, size_of
 from narrowcast.distributed.planning.planner import Plan, choose_codec
+from narrowcast.distributed.protocols import mesh
+from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.stats import span
 from narrowcast.distributed.transport.agreement import Call
-from narrowcast.distributed.transport.group import Group, group_for
-
-BUCKET = 25 * (1 << 20) // 4
-"""Elements of a bucket, about, as DDP cuts them by default: what "auto" plans with."""
+from narrowcast.distributed.transport.group import Group
 
 
 class GradientCompression:
@@ -72,7 +75,7 @@ class GradientCompression:
         warmup_steps: int = 0,
         schedule: Schedule | None = None,
         exempt: Exempt = one_dimensional,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Given = None,
         model: nn.Module | None = None,
         seed: int | None = None,
     ) -> None:
@@ -95,8 +98,7 @@ class GradientCompression:
         self.layouts: dict[object, list[ChunkLayout]] = {}
         """How buckets are cut, by what ddp.py or fsdp.py knows them by."""
         self.residuals: Residuals | None = None
-        self.make_residuals: Callable[[Mode, int, int], Residuals] = Residuals
-        """Of a mode, so many ranks, and the number of this one."""
+        self.make_residuals: Callable[[Mode, Holder], Residuals] = Residuals
         self._outcome = Outcome()
         self._agreed = False
         self.counted, self.clock = GradientStats(), Clock()
@@ -104,19 +106,35 @@ class GradientCompression:
 
     # -- all ranks alike ----------------------------------------------------------------------------------------------
 
-    def agree(self, members: dist.ProcessGroup, like: Tensor) -> Group:
-        """The group, once all of its ranks are known to be configured alike. `like` is a parameter, or a bucket."""
-        group = group_for(members, like.device, "gradients")
+    def agree(self, given: Given, like: Tensor) -> Group | Mesh:
+        """Those who reduce together, once all are known to be configured alike. `like` is a parameter, or a bucket."""
         if not self._agreed:
+            group = everyone_in(given, like.device, "gradients")
             self.meet(group, like.dtype)
+            meet_hosts(given, group)
             if self._auto and not self._chosen:
-                self._choose(members, like)
+                total = sum(self.parameters.numels.values()) or like.numel()
+                self._use(*choose_codec(total, like.dtype, given, like.device, self._feedback))
+        ranks = ranks_in(given, like.device, "gradients")
+        if not self._agreed:
             if self.error_feedback and self.residuals is None:
-                self.residuals = self.make_residuals(self.error_feedback, group.size, group.rank)
+                self.residuals = self.make_residuals(self.error_feedback, holder_among(ranks))
             if self._loaded is not None:
                 self._take_residuals(self._loaded)
             self._agreed = True
-        return group
+        return ranks
+
+    @property
+    def members(self) -> dist.ProcessGroup | None:
+        """All ranks in one group of torch's; None for the default one."""
+        mesh_given = isinstance(self.process_group, DeviceMesh)
+        return getattr(self.trainer(), "process_group", None) if mesh_given else self.process_group  # type: ignore[return-value]
+
+    def refuse(self, error: BaseException, device: torch.device) -> None:
+        """Take part in the reduction of a bucket by failing it: the others are told why."""
+        if size_of(self.process_group, "compress_gradients"):
+            among = ranks_in if self._agreed else everyone_in  # else the others are about to meet
+            among(self.process_group, device, "gradients").refuse("gradients", error)
 
     def meet(self, group: Group, dtype: torch.dtype, also: str = "") -> None:
         """Raise on every rank unless all are configured alike; `also` is what else they must have in common."""
@@ -131,13 +149,7 @@ class GradientCompression:
     def check_alone(self) -> None:
         """Raise if there is one rank, and what was loaded is of one of several."""
         if self._loaded is not None:
-            saved.check_rank(0, 1, self._loaded)
-
-    def _choose(self, group: dist.ProcessGroup, like: Tensor) -> None:
-        """What "auto" means here."""
-        total = sum(self.parameters.numels.values()) or like.numel()
-        buckets = [min(BUCKET, total - start) for start in range(0, total, BUCKET)]
-        self._use(*choose_codec(buckets, like.dtype, group, like.device, self._feedback))
+            saved.check_holder(Holder(1, 0), self._loaded)
 
     def _use(self, codec: Codec | None, plan: Plan | None) -> None:
         self.codec, self.plan, self._chosen = codec, plan, True
@@ -190,20 +202,20 @@ class GradientCompression:
         probed = codec is not None and (step % PROBE_EVERY == 0 or self.counted.unprobed(stats))
         return Reduction(codec or lossless(bucket.dtype), layout, stats, Probe() if probed else None, step)
 
-    def reduce(self, group: Group, reduction: Reduction, bucket: Bucket, words: str) -> None:
+    def reduce(self, group: Group | Mesh, reduction: Reduction, bucket: Bucket, words: str) -> None:
         """Reduce a bucket here and now, in a job of the lane, and count what it costs."""
         stats = reduction.stats
         words = f"{words}, dtype={bucket.gradients.dtype}, numel={stats.numel}, exempt={stats.exempt}{bucket.words}"
         call, seed = Call("gradients", reduction.codec, words), derive_seed(self._seed, reduction.step)
-        collective = Collective(group, call, bucket.reduce, name="gradients", plain_bytes=stats.plain_bytes, seed=seed)
+        phases = bucket.phases(group, call, stats.plain_bytes, seed)
         began = time.perf_counter()
         with span("narrowcast::gradients"):
             try:
-                collective.run()
+                mesh.run(phases, "gradients")
             except BaseException as error:
                 bucket.outcome.error = error
                 raise
-        stats.sent_bytes = collective.sent_bytes
+        stats.sent_bytes = phases[len(phases) // 2].sent_bytes  # of three, the one between hosts
         self.clock.worked(began)
         self.counted.count(stats, reduction.probe)
 
@@ -219,10 +231,7 @@ class GradientCompression:
         stats = self.counted
         stats.steps, stats.busy_seconds, stats.exposed_seconds = self.step, self.clock.busy, self.clock.exposed
         if self.residuals is not None:
-            self.residuals.settle_if_complete()
-            sender, owner = self.residuals.tensors()
-            stats.residual_norm, stats.owner_residual_norm = norm(sender), norm(owner)
-            stats.residual_bytes = self.residuals.nbytes()
+            self.residuals.measure(stats)
         return stats
 
     def __str__(self) -> str:
@@ -232,8 +241,7 @@ class GradientCompression:
             codec = "schedule"
         elif self._auto:
             codec = f"auto: {codec}" if self._chosen else "auto, not chosen yet"
-        feedback = {True: ", error feedback", "owner": ", error feedback at the owner", False: ""}[self.error_feedback]
-        return f"{codec}{feedback}: {self.stats()}"
+        return f"{codec}{FEEDBACK_WORDS[self.error_feedback]}: {self.stats()}"
 
     def log(self, writer: Any, step: int | None = None, prefix: str = "gradients/") -> None:
         """Write `stats()` to a TensorBoard SummaryWriter."""
@@ -247,7 +255,7 @@ class GradientCompression:
         if residuals is not None:
             residuals.settle_if_complete()
         named = {} if residuals is None else residuals.by_name()
-        world = (0, 0) if residuals is None else (residuals.ranks, residuals.rank)
+        holder = Holder(0, 0) if residuals is None else residuals.holder
         if self._loaded is not None:  # no step since
             return {**self._loaded, "step": self.step}
         return {
@@ -256,8 +264,7 @@ class GradientCompression:
             "seed": self._seed,
             "codec": None if self.codec is None else self.codec.spec,
             "error_feedback": self.error_feedback,
-            "ranks": world[0],
-            "rank": world[1],
+            **asdict(holder),
             "sender": {name: sender for name, (sender, _) in named.items() if sender is not None},
             "owner": {name: owner for name, (_, owner) in named.items() if owner is not None},
         }
@@ -267,7 +274,8 @@ class GradientCompression:
         saved.check(state)
         codec = saved.codec_of(state) if self._auto else self.codec  # what was chosen then
         mode = mode_of(self._feedback, codec, self._schedule)
-        saved.check_fits(state, mode, self.residuals, self.parameters.numels if self.parameters.named else None)
+        numels = self.parameters.numels | self.parameters.shares if self.parameters.named else None
+        saved.check_fits(state, mode, self.residuals, numels)
         if self._auto:
             self._use(codec, self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])

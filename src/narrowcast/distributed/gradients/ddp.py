@@ -13,15 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.distributed import arguments
 from narrowcast.distributed.gradients.compression import GradientCompression
+from narrowcast.distributed.gradients.hosted import HostBucket
 from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, check_cover, lay_out
 from narrowcast.distributed.gradients.options import numbers
-from narrowcast.distributed.gradients.reduction import FlatBucket, Reduction
-from narrowcast.distributed.transport.group import Group, group_for
-from narrowcast.errors import CollectiveError, DtypeError, SpecError
+from narrowcast.distributed.gradients.reduction import Bucket, FlatBucket, Reduction
+from narrowcast.distributed.meshes import Given, check_mesh, size_of
+from narrowcast.distributed.protocols.mesh import Mesh
+from narrowcast.distributed.transport.group import Group
+from narrowcast.errors import CollectiveError, DtypeError, ShapeError, SpecError
 
 
 def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
@@ -32,11 +36,21 @@ def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
             "compress_gradients once, or make a new DistributedDataParallel to change it."
         )
     like = next(parameter for parameter in ddp.parameters() if parameter.requires_grad)
-    group: Any = state.process_group or ddp.process_group
-    if group.size() > 1:
-        state.agree(group, like.detach())
+    _check_mesh(state.process_group, ddp)
+    if size_of(state.process_group, "compress_gradients") > 1:
+        state.agree(state.process_group, like.detach())
     state.trainer = weakref.ref(ddp)
     ddp.register_comm_hook(state, gradient_hook)
+
+
+def _check_mesh(given: Given, ddp: Any) -> None:
+    if isinstance(given, DeviceMesh):
+        check_mesh(given, "process_group", "compress_gradients")
+        if given.size() != ddp.process_group.size():
+            raise ShapeError(
+                f"process_group: a mesh of {given.size()} ranks, and the DistributedDataParallel has "
+                f"{ddp.process_group.size()}. Give it a mesh of the ranks that the model is on."
+            )
 
 
 def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -45,9 +59,7 @@ def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.
     try:
         _check(state, bucket)
     except Exception as error:
-        members = arguments.members(state.process_group, "compress_gradients")
-        if members is not None:
-            group_for(members, buffer.device, "gradients").refuse("gradients", error)
+        state.refuse(error, buffer.device)
         raise
     first, parameters = buffer.storage_offset(), bucket.parameters()
     offsets = [int(gradient.storage_offset() - first) for gradient in bucket.gradients()]
@@ -65,13 +77,12 @@ def average_bucket(
     last: bool,
 ) -> torch.futures.Future[Tensor]:
     """Average a bucket over all ranks, in place: a future of it. Offsets are counted in elements of the buffer."""
-    members = arguments.members(state.process_group, "compress_gradients")
-    if members is None or members.size() == 1:
+    if size_of(state.process_group, "compress_gradients") <= 1:
         return _alone(state, buffer, last)
-    group = state.agree(members, buffer)
-    plain_bytes = 2 * arguments.nbytes(buffer) * (group.size - 1) // group.size  # what a ring sends
+    group = state.agree(state.process_group, buffer)
+    plain_bytes = _plain_bytes(buffer, group)
     if state.idle:
-        return _as_torch_does(state, members, buffer, index, last, plain_bytes)
+        return _as_torch_does(state, buffer, index, last, plain_bytes)
 
     def cut(all_exempt: bool) -> list[ChunkLayout]:
         return _layout(state, parameters, offsets, buffer.numel(), group, all_exempt)
@@ -79,7 +90,8 @@ def average_bucket(
     with group.refusing("gradients"):
         reduction = state.prepare(buffer, index, plain_bytes, cut, state.step)
         outcome = state.outcome_of(index == 0)
-        bucket = FlatBucket(buffer, reduction.layout, state.residuals, outcome, reduction.probe)
+        given = buffer, reduction.layout, state.residuals, outcome, reduction.probe
+        bucket = HostBucket(*given, group) if isinstance(group, Mesh) else FlatBucket(*given)
         future = _start(state, group, reduction, bucket, last)
     if last:
         state.clock.handed_over()
@@ -88,7 +100,7 @@ def average_bucket(
 
 
 def _start(
-    state: GradientCompression, group: Group, reduction: Reduction, bucket: FlatBucket, last: bool
+    state: GradientCompression, group: Group | Mesh, reduction: Reduction, bucket: Bucket, last: bool
 ) -> torch.futures.Future[Tensor]:
     index, outcome = reduction.stats.index, bucket.outcome
     if index == 0:
@@ -117,7 +129,7 @@ def _layout(
     parameters: Sequence[Tensor],
     offsets: Sequence[int],
     total: int,
-    group: Group,
+    group: Group | Mesh,
     all_exempt: bool,
 ) -> list[ChunkLayout]:
     """How a bucket of `total` elements with these parameters is cut."""
@@ -129,7 +141,10 @@ def _layout(
             exempt = all_exempt or state.parameters.is_exempt(name, numel, group.size)
             gradients.append(Gradient(name, offset, numel, exempt))
         check_cover(gradients, total)
-        state.layouts[key] = lay_out(gradients, group.size, at_once=group.nccl)
+        state.layouts[key] = chunks = lay_out(gradients, group.size, at_once=group.nccl)
+        if isinstance(group, Mesh):
+            for chunk in chunks:
+                chunk.share_out(group.within.rank, group.within.size, group.between.size)
     return state.layouts[key]
 
 
@@ -142,13 +157,19 @@ def _alone(state: GradientCompression, buffer: Tensor, last: bool) -> torch.futu
     return averaged
 
 
+def _plain_bytes(buffer: Tensor, group: Group | Mesh) -> int:
+    """What a rank sends without a codec: in a ring; where ranks share hosts, to other hosts."""
+    hosts, places = (group.between.size, group.within.size) if isinstance(group, Mesh) else (group.size, 1)
+    return 2 * arguments.nbytes(buffer) * (hosts - 1) // (hosts * places)
+
+
 def _as_torch_does(
-    state: GradientCompression, members: dist.ProcessGroup, buffer: Tensor, index: int, last: bool, plain_bytes: int
+    state: GradientCompression, buffer: Tensor, index: int, last: bool, plain_bytes: int
 ) -> torch.futures.Future[Tensor]:
     """The average by torch's own all_reduce: what DDP does without a hook."""
     state.count_idle(index, buffer.numel(), plain_bytes)
     state.step += last
-    work = dist.all_reduce(buffer.div_(members.size()), group=members, async_op=True)
+    work = dist.all_reduce(buffer.div_(dist.get_world_size(state.members)), group=state.members, async_op=True)
     assert work is not None
     averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
     return averaged

@@ -11,7 +11,8 @@ is asked for, not in the middle of a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,16 @@ except ImportError as error:  # pragma: no cover (a torch to come)
 
 __all__ = ["AllGather", "ParameterGroup", "ReduceScatter", "groups_of"]
 
-_GROUP = ("fsdp_params", "mesh_info", "device", "post_backward", "_reduce_scatter_comm", "_all_gather_comm")
+_GROUP = (
+    "fsdp_params",
+    "mesh_info",
+    "device",
+    "post_backward",
+    "gradient_divide_factor",
+    "_reduce_scatter_comm",
+    "_all_gather_comm",
+    "_all_reduce_hook",
+)
 _PARAMETER = ("sharded_param", "padded_sharded_param_size", "unsharded_accumulated_grad", "_module_info", "_orig_size")
 _PRISTINE = ("DefaultReduceScatter", "DefaultAllGather")
 
@@ -48,6 +58,9 @@ class ParameterGroup:
         self._inner = inner
         self._owner = owner
         self._noted: list[int] = []
+        several = getattr(inner.mesh_info, "replicate_process_group", None)
+        self.replicas: dist.ProcessGroup | None = several if several is not None and several.size() > 1 else None
+        """The ranks with the same share of the parameters, one of each replica (HSDP)."""
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -58,7 +71,14 @@ class ParameterGroup:
     def process_groups(self) -> list[dist.ProcessGroup]:
         """All that have something of the parameters: one for each dimension of their mesh, with several ranks."""
         meshes = {parameter.sharded_param.device_mesh for parameter in self._inner.fsdp_params}
-        return list({group: None for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1})
+        groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+        groups += [self.replicas] if self.replicas is not None else []
+        return list({group: None for group in groups if group.size() > 1})
+
+    @property
+    def averages(self) -> bool:
+        """Whether torch divides by the number of ranks, as it does unless it was given another divisor."""
+        return self._inner.gradient_divide_factor is None
 
     @property
     def device(self) -> torch.device:
@@ -104,12 +124,24 @@ class ParameterGroup:
     def own_all_gather(self) -> AllGather:
         return self._inner._all_gather_comm  # type: ignore[no-any-return]
 
-    def replace_collectives(self, reduce_scatter: ReduceScatter, all_gather: AllGather | None) -> None:
+    def replace_collectives(self, reduce_scatter: ReduceScatter | None, all_gather: AllGather | None) -> None:
         """Put others in the place of torch's own. None leaves it as it is."""
-        self._note_gradients()
-        self._owner.set_custom_reduce_scatter(reduce_scatter)
+        if reduce_scatter is not None:
+            self._note_gradients()
+            self._owner.set_custom_reduce_scatter(reduce_scatter)
         if all_gather is not None:
             self._owner.set_custom_all_gather(all_gather)
+
+    def replace_all_reduce(self, all_reduce: Callable[[Tensor], None], lonely: dist.ProcessGroup) -> None:
+        """Put another in the place of torch's all-reduce between replicas, which then has `lonely` to do with.
+
+        torch calls a hook where its own all-reduce is over, or would be.
+        """
+        self._note_gradients()
+        if hasattr(self._inner.mesh_info, "replicate_process_group"):
+            self._inner.mesh_info = copy.copy(self._inner.mesh_info)  # other parts keep theirs
+            self._inner.mesh_info.replicate_process_group = lonely
+        self._owner.set_all_reduce_hook(uncompiled(all_reduce))
 
     def _note_gradients(self) -> None:
         """Before gradients are taken out of the parameters and put into one buffer, note which parameters have one."""
@@ -175,6 +207,11 @@ def _check(module: FSDPModule, inner: Any) -> None:
         raise ModelKindError(
             f"model: {type(module).__name__} is replicated, not sharded: it has no reduce-scatter to compress. Use "
             "fully_shard with a mesh that shards, or DistributedDataParallel."
+        )
+    if inner._all_reduce_hook is not None:
+        raise CollectiveError(
+            f"model: {type(module).__name__} has an all-reduce hook already, and FSDP2 takes one. Call "
+            "compress_gradients once, after fully_shard; it reduces between replicas itself."
         )
     for comm in (inner._reduce_scatter_comm, inner._all_gather_comm):
         if type(comm).__name__ not in _PRISTINE:

@@ -10,6 +10,9 @@ bucket in its first iteration and several later; a run that is resumed gives the
 DDP's buckets hold gradients end to end, to be gathered into that matrix. FSDP2's buffers are that matrix already
 (`sharded`): offsets are then columns of it, and torch has settled each `part`.
 
+Where ranks share hosts, the rows of one place on every host follow each other: with H hosts, rows place*H to
+(place+1)*H. What a host sums for a place is thus a matrix of H rows, to be reduced between hosts (`share`).
+
 For exempt parameters, which travel without loss, the result does not depend on the owner. They are laid end to end.
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +51,18 @@ class Section:
     """Columns of the whole parameter."""
     start: int
     columns: int
+    width: int
+    """Columns of all sections of the parameter but the last."""
+
+    def all(self) -> list[Section]:
+        """All sections of the parameter, this one among them."""
+        starts = range(0, self.part, self.width)
+        return [replace(self, start=start, columns=min(self.width, self.part - start)) for start in starts]
+
+    def share(self, place: int, hosts: int) -> Section:
+        """The rows that belong to one place on every host: `hosts` of them, one after the other."""
+        numel = self.numel - place * hosts * self.part
+        return replace(self, numel=max(0, min(numel, hosts * self.part)), ranks=hosts)
 
     @property
     def whole_rows(self) -> int:
@@ -96,6 +111,11 @@ class Section:
         return self.columns if rank < self.whole_rows else self.rest if rank == self.whole_rows else 0
 
 
+def equal_part(numel: int, ranks: int) -> int:
+    """A part of so many elements for each rank, padding included."""
+    return -(-numel // (ranks * UNIT)) * UNIT
+
+
 def is_worth_rows(numel: int, ranks: int) -> bool:
     """Whether a parameter is large enough to be cut in rows; a smaller one would be mostly padding."""
     return numel >= UNIT * ranks
@@ -103,9 +123,9 @@ def is_worth_rows(numel: int, ranks: int) -> bool:
 
 def sections_of(name: str, numel: int, ranks: int, part: int = 0) -> list[Section]:
     """All sections of a parameter; `part` is how much of it a rank owns, where that is settled already."""
-    part = part or -(-numel // (ranks * UNIT)) * UNIT
+    part = part or equal_part(numel, ranks)
     width = max(1, SECTION // (ranks * UNIT)) * UNIT
-    return [Section(name, numel, ranks, part, start, min(width, part - start)) for start in range(0, part, width)]
+    return Section(name, numel, ranks, part, 0, min(width, part), width).all()
 
 
 @dataclass(frozen=True)
@@ -127,6 +147,13 @@ class ChunkLayout:
     sections: list[tuple[Section, int]] = field(default_factory=list)
     """Each with the offset of its parameter in the bucket."""
     exempt: list[tuple[int, int]] = field(default_factory=list)
+    share: ChunkLayout | None = None
+    """Where ranks share hosts: what the place of this rank has of it."""
+
+    def share_out(self, place: int, places: int, hosts: int) -> None:
+        """Set `share`: rows of sections, and an equal part of the exempt elements."""
+        exempt = [(0, equal_part(self.exempt_numel, places))] if self.exempt else []
+        self.share = ChunkLayout([(section.share(place, hosts), 0) for section, _ in self.sections], exempt)
 
     @property
     def columns(self) -> int:

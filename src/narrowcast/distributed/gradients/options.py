@@ -16,6 +16,11 @@ from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.errors import SpecError
 
 Mode = bool | Literal["owner"]
+FEEDBACK_WORDS: dict[Mode, str] = {
+    True: ", error feedback",
+    "owner": ", error feedback at the owner",
+    False: "",
+}
 Exempt = Callable[[str, Tensor], bool] | str | Sequence[str] | None
 Schedule = Callable[[int], AnyCodec | None]
 

@@ -17,6 +17,8 @@ class Parameters:
         self.named = model is not None
         """Whether the names are the model's."""
         self.numels: dict[str, int] = {}
+        self.shares: dict[str, int] = {}
+        """Of which this rank has residuals of a share: its elements."""
         self.exempts: dict[str, bool] = {}
         self._names: dict[int, str] = {}
         self._rule = rule_of(exempt)

@@ -6,12 +6,14 @@ codec that loses nothing of their dtype. A bucket is not changed before all rank
 
 - `FlatBucket`: gradients end to end, as DDP has them. A chunk gathers its gradients side by side, and writes the
   averages over them.
+- `HostBucket` (hosted.py): the same where ranks share hosts.
 - `ShardedBucket`: a matrix with one row per rank, as FSDP2 has it. Its columns travel from where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +26,13 @@ from narrowcast.distributed.gradients.feedback import FeedbackSegment
 from narrowcast.distributed.gradients.layout import ChunkLayout, Run, exempt_runs, runs_of
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.residuals import Residuals, StepResiduals
+from narrowcast.distributed.gradients.side_by_side import SideBySide
 from narrowcast.distributed.gradients.stats import BucketStats, Probe
 from narrowcast.distributed.protocols import two_stage
+from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.protocols.pipeline import Chunk, Segment, reduce
+from narrowcast.distributed.transport.agreement import Call
+from narrowcast.distributed.transport.group import Group
 
 
 @dataclass(frozen=True)
@@ -56,13 +62,24 @@ class Bucket:
         """What else ranks must agree on."""
         return ""
 
+    def phases(self, group: Group | Mesh, call: Call, plain_bytes: int, seed: int) -> list[Collective]:
+        """The collectives that reduce it, one after the other: here, one of all ranks."""
+        assert isinstance(group, Group)
+        return [Collective(group, call, self.reduce, name="gradients", plain_bytes=plain_bytes, seed=seed)]
+
     def reduce(self, collective: Collective) -> None:
         """The protocol: reduce it over all ranks."""
+        with self.residuals_of_step(self.layout):
+            reduce(collective, [self.chunk(collective, layout, index) for index, layout in enumerate(self.layout)])
+
+    @contextlib.contextmanager
+    def residuals_of_step(self, layout: Sequence[ChunkLayout]) -> Iterator[None]:
+        """In here, the next residuals of these chunks are written."""
         if self.residuals is not None:
             self.residuals.enter(self.outcome)
-        reduce(collective, [self.chunk(collective, layout, index) for index, layout in enumerate(self.layout)])
+        yield
         if self.residuals is not None:
-            self.residuals.reduced(self.layout)
+            self.residuals.reduced(layout)
 
     def chunk(self, collective: Collective, layout: ChunkLayout, index: int) -> GradientChunk:
         raise NotImplementedError
@@ -93,7 +110,8 @@ class GradientChunk(Chunk):
         """Not every codec gives zeros back for zeros. Residuals of padding are not saved: a run that is resumed would
         differ from one that was not stopped."""
         if self.step.next_sender is not None:
-            _zero(self.layout.padding(self.step.next_sender))
+            for view in self.layout.padding(self.step.next_sender):
+                view.zero_()
         if self.step.next_owner is not None:
             for section, _, span in self.layout.spans():
                 self.step.next_owner[span][section.owned(self.rank) :].zero_()
@@ -118,7 +136,14 @@ class GradientChunk(Chunk):
 
 @dataclass
 class FlatBucket(Bucket):
-    """A bucket of DDP: averaged in place."""
+    """A bucket of DDP, or a shard of HSDP: averaged in place, or divided by something else."""
+
+    divisor: int = 0
+    """Zero: by the number of ranks."""
+
+    @property
+    def words(self) -> str:
+        return f", divisor={self.divisor}" if self.divisor else ""
 
     def chunk(self, collective: Collective, layout: ChunkLayout, index: int) -> GradientChunk:
         return _FlatChunk(self, collective, layout, index)
@@ -128,59 +153,32 @@ class _FlatChunk(GradientChunk):
     def __init__(self, bucket: FlatBucket, collective: Collective, layout: ChunkLayout, index: int) -> None:
         self.collective, self.layout, self.step = collective, layout, bucket.residuals_of(layout)
         self._bucket = bucket
-        self._slot = index % collective.wire.chunks
-        ranks, columns, dtype = collective.size, layout.columns, bucket.gradients.dtype
-        self._exempt = self._memory("exempt", layout.exempt_numel)
-        self._averages = self._memory("gradients", ranks * columns).view(ranks, columns)
+        self._here = here = SideBySide(collective, bucket.gradients, layout, index)
         segments = []
         if layout.exempt:
-            parts = self._exempt.split(two_stage.split(layout.exempt_numel, ranks))
-            segments.append(Segment(collective.encoder.using(lossless(dtype)), parts))
-        meant = self._averages if self.step.next_sender is None else self.step.next_sender
+            parts = here.exempt.split(two_stage.split(layout.exempt_numel, collective.size))
+            segments.append(Segment(collective.encoder.using(lossless(bucket.gradients.dtype)), parts))
+        meant = here.matrix if self.step.next_sender is None else self.step.next_sender
         for run in runs_of(layout, collective.call.codec, sharded=False) if layout.sections else ():
-            averages = self._averages[:, run.places].unbind()
+            averages = here.matrix[:, run.places].unbind()
             segments.append(self.segment(run, meant[:, run.places], averages, bucket.probe))
-        super().__init__(collective, segments, index, divisor=ranks, eager=False)
+        super().__init__(collective, segments, index, bucket.divisor or collective.size, eager=False)
 
     def prepare(self) -> None:
         """Put the gradients side by side, added to the residuals where there are some."""
-        _copy(self._exempt_gradients(), self._exempt_places())
+        self._here.gather_exempt()
         if self.step.sender is not None and self.step.next_sender is not None:
-            places = self._places(self.step.next_sender)
-            self.add_residuals(self._places(self.step.sender), self._gradients(), places)
+            places = self._here.places(self.step.next_sender)
+            self.add_residuals(self._here.places(self.step.sender), self._here.gradients(), places)
         else:
-            _copy(self._gradients(), self._places(self._averages))
-            _zero(self.layout.padding(self._averages))
+            self._here.gather()
 
     def finish(self) -> None:
         """Write the averages over the gradients."""
         super().finish()
-        _copy(self._exempt_places(), self._exempt_gradients())
-        _copy(self._places(self._averages), self._gradients())
-        self._bucket.note(self._exempt, self._averages)
+        self._here.scatter()
+        self._bucket.note(self._here.exempt, self._here.matrix)
         self.clear_padding()
-
-    def _gradients(self) -> list[Tensor]:
-        flat = self._bucket.gradients
-        return [
-            view
-            for section, offset, _ in self.layout.spans()
-            for view in section.elements(flat[offset : offset + section.numel])
-        ]
-
-    def _places(self, matrix: Tensor) -> list[Tensor]:
-        return [place for section, _, span in self.layout.spans() for place in section.places(matrix[:, span])]
-
-    def _exempt_gradients(self) -> list[Tensor]:
-        return [self._bucket.gradients[offset : offset + numel] for offset, numel in self.layout.exempt]
-
-    def _exempt_places(self) -> list[Tensor]:
-        return list(self._exempt.split([numel for _, numel in self.layout.exempt])) if self.layout.exempt else []
-
-    def _memory(self, name: str, numel: int) -> Tensor:
-        """Memory for so many gradients, used again by a later chunk."""
-        dtype = self._bucket.gradients.dtype
-        return self.collective.encoder.take(f"{name} {self._slot}", numel * dtype.itemsize).view(dtype)
 
 
 # -- FSDP2: one row per rank, sums to their owners --------------------------------------------------------------------
@@ -237,13 +235,3 @@ class _ShardedChunk(GradientChunk):
     def finish(self) -> None:
         super().finish()
         self.clear_padding()
-
-
-def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
-    if sources:
-        torch._foreach_copy_(targets, sources)
-
-
-def _zero(tensors: list[Tensor]) -> None:
-    if tensors:
-        torch._foreach_zero_(tensors)

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowcast.distributed.gradients.layout import ChunkLayout, Section, sections_of
+from narrowcast.distributed.gradients.layout import ChunkLayout, Section
 from narrowcast.distributed.gradients.options import Mode
 from narrowcast.distributed.gradients.outcome import Outcome
+from narrowcast.distributed.gradients.stats import GradientStats, norm
+from narrowcast.distributed.protocols.mesh import Mesh
+from narrowcast.distributed.transport.group import Group
 
 Named = dict[str, tuple[Tensor | None, Tensor | None]]
 """By parameter: the sender's residual and the owner's."""
@@ -60,14 +63,47 @@ class StepResiduals:
     next_owner: Tensor | None = None
 
 
-class Residuals:
-    """The residuals of one rank, by parameter. Without `owners`, sums are not quantized and have no residuals."""
+@dataclass(frozen=True)
+class Holder:
+    """Whose residuals they are: those of a rank of so many, where ranks share hosts in a place on one of `hosts`."""
 
-    def __init__(self, mode: Mode, ranks: int, rank: int, owners: bool = True) -> None:
+    ranks: int
+    rank: int
+    hosts: int = 0
+    """Zero where all ranks are equal."""
+    host: int = 0
+    place: int = 0
+    sharded: bool = False
+    """Whether a place has shards of parameters to begin with: a parameter is then what it has of it."""
+
+    @property
+    def row(self) -> int:
+        """Its number among those that reduce together."""
+        return self.host if self.hosts else self.rank
+
+    def __str__(self) -> str:
+        where = f" (place {self.place} on host {self.host} of {self.hosts})" if self.hosts else ""
+        return f"rank {self.rank} of {self.ranks}{where}"
+
+
+def holder_among(ranks: Group | Mesh) -> Holder:
+    """This rank, among those who reduce together."""
+    if isinstance(ranks, Group):
+        return Holder(ranks.size, ranks.rank)
+    return Holder(ranks.size, ranks.everyone.rank, ranks.between.size, ranks.between.rank, ranks.within.rank)
+
+
+class Residuals:
+    """The residuals of one rank, by parameter; where ranks share hosts, of its share of the parameter.
+
+    Without `owners`, sums are not quantized and have no residuals.
+    """
+
+    def __init__(self, mode: Mode, holder: Holder, owners: bool = True) -> None:
         self.mode = mode
         self.owners = owners
-        self.ranks = ranks
-        self.rank = rank
+        self.holder = holder
+        self._row = holder.row
         self._chunks: dict[ChunkLayout, ChunkResiduals] = {}
         self._places: dict[tuple[str, int], tuple[ChunkLayout, Section, slice, ChunkResiduals]] = {}
         """Where the residuals of each section are, by the name of its parameter and its first column."""
@@ -128,13 +164,20 @@ class Residuals:
         owners = [residuals.owner[span] for span, residuals in places if residuals.owner is not None]
         return senders, owners
 
+    def measure(self, stats: GradientStats) -> None:
+        """Write down how large they are."""
+        self.settle_if_complete()
+        sender, owner = self.tensors()
+        stats.residual_norm, stats.owner_residual_norm = norm(sender), norm(owner)
+        stats.residual_bytes = self.nbytes()
+
     def nbytes(self) -> int:
         """The memory that they take."""
         chunks = {id(residuals): residuals for *_, residuals in self._places.values()}
         return sum(4 * tensor.numel() for residuals in chunks.values() for tensor in residuals.tensors())
 
     def by_name(self) -> Named:
-        """Each parameter's residuals, flat: the sender's, and the owner's of the elements that this rank owns."""
+        """Each parameter's residuals, flat: the sender's, of what it sends, and the owner's, of what it owns."""
         named = dict(self._loaded)
         for (name, _), (_, section, _, _) in self._places.items():
             if name not in named:
@@ -181,7 +224,7 @@ class Residuals:
         if residuals.sender is not None and sender is not None:
             _copy(section.elements(sender), section.places(residuals.sender[:, span]))
         if residuals.owner is not None and owner is not None:
-            count = section.owned(self.rank)
+            count = section.owned(self._row)
             residuals.owner[span][:count].copy_(owner[section.start : section.start + count])
         if all((section.name, other.start) in self._places for other in _others(section)):
             del self._loaded[section.name]
@@ -189,14 +232,14 @@ class Residuals:
     def _gather(self, name: str, like: Section) -> tuple[Tensor | None, Tensor | None]:
         """All of a parameter's residuals, of which one section is known."""
         sender = _zeros((like.numel,)) if self.mode is True else None
-        owned = max(0, min(like.part, like.numel - self.rank * like.part))
+        owned = max(0, min(like.part, like.numel - self._row * like.part))
         owner = _zeros((owned,)) if self.owners else None
         for section in (like, *_others(like)):
             _, _, span, residuals = self._places[name, section.start]
             if sender is not None and residuals.sender is not None:
                 _copy(section.places(residuals.sender[:, span]), section.elements(sender))
             if owner is not None and residuals.owner is not None:
-                count = section.owned(self.rank)
+                count = section.owned(self._row)
                 owner[section.start : section.start + count].copy_(residuals.owner[span][:count])
         return sender, owner
 
@@ -215,5 +258,4 @@ def _zeros_like(tensor: Tensor | None) -> Tensor | None:
 
 
 def _others(section: Section) -> list[Section]:
-    every = sections_of(section.name, section.numel, section.ranks, section.part)
-    return [other for other in every if other.start != section.start]
+    return [other for other in section.all() if other.start != section.start]

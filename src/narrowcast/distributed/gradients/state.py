@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from narrowcast.codecs import Codec
 from narrowcast.codecs.registry import codec_in_file
 from narrowcast.distributed.gradients.layout import sections_of
 from narrowcast.distributed.gradients.options import Mode, for_gradients
-from narrowcast.distributed.gradients.residuals import Residuals
+from narrowcast.distributed.gradients.residuals import Holder, Residuals
 from narrowcast.errors import StateDictError
 
 VERSION = 1
@@ -56,29 +57,53 @@ def check_fits(
 
 def _strange(state: Mapping[str, Any], numels: Mapping[str, int]) -> set[str]:
     """Parameters with a residual that the model does not have, or has in another size."""
-    sender, owner = state["sender"], state["owner"]
+    sender, owner, holder = state["sender"], state["owner"], holder_of(state)
     strange = {name for name in (*sender, *owner) if name not in numels}
-    strange |= {name for name, residual in sender.items() if residual.numel() != numels.get(name)}
-    for name in owner.keys() - strange:
-        part = sections_of(name, numels[name], state["ranks"])[0].part if state["ranks"] else 0
-        if owner[name].numel() != max(0, min(part, numels[name] - state["rank"] * part)):
+    for name in {*sender, *owner} - strange:
+        sent, owned = _numels(name, numels[name], holder)
+        if (name in sender and sender[name].numel() != sent) or (name in owner and owner[name].numel() != owned):
             strange.add(name)
     return strange
 
 
+def _numels(name: str, numel: int, holder: Holder) -> tuple[int, int]:
+    """How many elements of a parameter a rank sends, and how many it owns."""
+    if not holder.ranks:
+        return numel, 0
+    if not numel:
+        return 0, 0
+    section = sections_of(name, numel, holder.hosts if holder.sharded else holder.ranks)[0]
+    if holder.hosts and not holder.sharded:
+        section = section.share(holder.place, holder.hosts)
+    return section.numel, max(0, min(section.part, section.numel - holder.row * section.part))
+
+
+def holder_of(state: Mapping[str, Any]) -> Holder:
+    """Whose state it is. One from before hosts were known to narrowcast does not name any."""
+    return Holder(**{field.name: state.get(field.name, 0) for field in fields(Holder)})
+
+
 def check_world(residuals: Residuals | None, state: Mapping[str, Any]) -> None:
     if residuals is not None:
-        check_rank(residuals.rank, residuals.ranks, state)
+        check_holder(residuals.holder, state)
 
 
-def check_rank(rank: int, ranks: int, state: Mapping[str, Any]) -> None:
-    here, there = (rank, ranks), (state["rank"], state["ranks"])
-    if state["ranks"] and there != here:
-        raise StateDictError(
-            f"state: taken by rank {there[0]} of {there[1]}, loaded by rank {here[0]} of {here[1]}. Residuals "
-            "belong to a rank: load on each rank what that rank saved, on as many ranks. To start without "
-            'residuals, load {**state, "sender": {}, "owner": {}, "ranks": 0, "rank": 0}.'
-        )
+def check_holder(here: Holder, state: Mapping[str, Any]) -> None:
+    there = holder_of(state)
+    if not there.ranks or there == here:
+        return
+    hosts = (
+        "The hosts are others: start as many ranks on each as then. "
+        if there.hosts and here.hosts
+        else "Reduce over hosts as then: process_group=dist.group.WORLD says that all ranks are equal. "
+        if there.hosts != here.hosts
+        else ""
+    )
+    raise StateDictError(
+        f"state: taken by {there}, loaded by {here}. {hosts}Residuals belong to a rank: load on each rank what that "
+        "rank saved, on as many ranks. To start without residuals, load "
+        '{**state, "sender": {}, "owner": {}, "ranks": 0, "rank": 0}.'
+    )
 
 
 def load_residuals(residuals: Residuals | None, state: Mapping[str, Any]) -> None:

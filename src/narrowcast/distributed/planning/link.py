@@ -30,6 +30,7 @@ from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
 from narrowcast.distributed.collective import Collective, Operands
 from narrowcast.distributed.protocols import two_stage
+from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.group import Group, group_for
 from narrowcast.errors import CollectiveError
@@ -41,6 +42,9 @@ STREAM_S = 0.15
 """A stream of rows takes about so long. In 50 ms TCP has not found its share of the link yet: 4 ranks at 100 Mbit/s got
 67 to 84% of it where they had 88% in 0.2 s."""
 
+MOST_LOCAL = 1 << 21
+"""Elements that are added up within hosts at most, to time it."""
+
 FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 27
 """What a rank sends in the first stream, and at most. The first takes 21 ms at 100 Mbit/s."""
 
@@ -50,6 +54,9 @@ PAYLOAD = 0.95
 MESSAGE_S = {"cpu": 130e-6, "cuda": 5e-6}
 """What a row to a peer and one from it take the lane's thread, and about what a step takes gloo's: half of what the
 processor time of a small all_reduce grew by with every rank, from 4 to 16 (a Xeon). NCCL: assumed."""
+
+LOCAL_BITS_PER_S = {"cpu": 10e9, "cuda": 1000e9}
+"""Assumed, where a plan on paper is not told: loopback and adding up by gloo's ranks, and NVLink."""
 
 FEW = 64
 """Elements for each rank of a tensor whose bytes cost nothing."""
@@ -71,6 +78,8 @@ class Link:
     """Of the ring; None: as `bandwidth_bytes_per_s`."""
     overlap: float = 1.0
     """How much of encoding and decoding happens while rows are on their way, where there are chunks enough."""
+    local_bytes_per_s: float | None = None
+    """Of rows between the ranks of a host, adding up included, where several share one."""
     drag: float = 1.0
     """How many times longer a reduction takes than its coding and its wire together, where these get in each other's
     way: on a link that is as fast as memory, both want the same cores and caches."""
@@ -82,10 +91,25 @@ class Link:
         return 2 * (ranks - 1) * step + share * nbytes / (self.ring_bytes_per_s or self.bandwidth_bytes_per_s)
 
 
-def link_on_paper(bits_per_s: float, latency_s: float = 50e-6, device: torch.device | str = "cpu") -> Link:
-    """A link of so many bits a second each way: what the network needs, and what gloo (cpu) or NCCL (cuda) adds."""
-    each = MESSAGE_S["cuda" if torch.device(device).type == "cuda" else "cpu"]
-    return Link(latency_s, bits_per_s / 8 * PAYLOAD, message_s=each)
+def link_on_paper(
+    bits_per_s: float,
+    latency_s: float = 50e-6,
+    device: torch.device | str = "cpu",
+    *,
+    places: int = 1,
+    local_bits_per_s: float | None = None,
+) -> Link:
+    """A link of so many bits a second each way: what the network needs, and what gloo (cpu) or NCCL (cuda) adds.
+
+    `places` ranks share it, as those of a host do, and reach each other at `local_bits_per_s`. A ring crosses each
+    link once, whoever shares it.
+    """
+    kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
+    rate = bits_per_s / 8 * PAYLOAD
+    if places == 1:
+        return Link(latency_s, rate, message_s=MESSAGE_S[kind])
+    local = (local_bits_per_s or LOCAL_BITS_PER_S[kind]) / 8
+    return Link(latency_s, rate / places, message_s=MESSAGE_S[kind], ring_bytes_per_s=rate, local_bytes_per_s=local)
 
 
 def measure_link(
@@ -94,25 +118,37 @@ def measure_link(
     *,
     dtype: torch.dtype = torch.float32,
     purpose: str = "collectives",
+    mesh: Mesh | None = None,
 ) -> Link:
     """Measure the link between the ranks of `group`, for tensors on `device`; every rank gets the same numbers.
 
-    `dtype` is what the rival's all_reduce sends, `purpose` says whose lane and wire are used. All ranks of the group
-    must call it, as for any collective.
+    `dtype` is what the rival's all_reduce sends, `purpose` says whose lane and wire are used. Where ranks share hosts,
+    rows are those between the hosts of a `mesh`, of all places at once. All ranks of the group must call it, as for any
+    collective.
     """
     where = torch.device(device)
     members = members_of(group, "measure_link")
     ranks = group_for(members, where, purpose)
+    rows = ranks if mesh is None else mesh.between
     few = torch.zeros(FEW * ranks.size, dtype=torch.float32, device=where)
-    trips = timed(ranks, lambda: average(ranks, few, as_codec("raw")), rounds=5, warm_up=True)
-    rate = _row_rate(ranks)
+    trips = timed(ranks, lambda: average(rows, few, as_codec("raw")), rounds=5, warm_up=True)
+    rate = _row_rate(ranks, rows)
     hops = 2 * (ranks.size - 1)
     step = timed(ranks, lambda: dist.all_reduce(few, group=members), rounds=5, warm_up=True) / hops
     nbytes = min(int(rate * STREAM_S / 2), MOST_BYTES)
     plain = torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=where)
     ring = timed(ranks, lambda: dist.all_reduce(plain, group=members))
     through = max(ring - hops * step, ring / 2)  # the steps of a large ring overlap: they are no more than half of it
-    return Link(trips / 2, rate, step_s=step, ring_bytes_per_s=hops / ranks.size * plain.nbytes / through)
+    local = None if mesh is None else _local_rate(ranks, mesh.within, min(plain.numel(), MOST_LOCAL))
+    of_ring = hops / ranks.size * plain.nbytes / through
+    return Link(trips / 2, rate, step_s=step, ring_bytes_per_s=of_ring, local_bytes_per_s=local)
+
+
+def _local_rate(ranks: Group, within: Group, numel: int) -> float:
+    """Bytes a second of rows within hosts, and of adding them up."""
+    x = torch.zeros(numel, dtype=torch.float32, device=within.device)
+    seconds = timed(ranks, lambda: average(within, x, as_codec("raw")), warm_up=True)
+    return 2 * (within.size - 1) / within.size * x.nbytes / seconds
 
 
 def members_of(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
@@ -171,14 +207,14 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _row_rate(group: Group) -> float:
-    """Bytes a second of rows from each rank to all others."""
+def _row_rate(everyone: Group, group: Group) -> float:
+    """Bytes a second of rows from each rank of `group` to its others, while all such groups of `everyone` send."""
     nbytes, rates = FIRST_BYTES, list[float]()
     while len(rates) < ROUNDS:
         row = max(1, min(two_stage.ROW_BYTES, nbytes // (group.size - 1)))
         count = max(1, nbytes // (row * (group.size - 1)))
         sent = count * row * (group.size - 1)
-        seconds = slowest(group, [_stream_s(group, row, count)])[0]
+        seconds = slowest(everyone, [_stream_s(group, row, count)])[0]
         if seconds >= STREAM_S / 2 or nbytes >= MOST_BYTES:
             rates.append(sent / seconds)
         else:

@@ -22,19 +22,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
-from narrowcast.distributed import arguments
 from narrowcast.distributed.gradients.options import Mode
+from narrowcast.distributed.meshes import Given, meet_hosts, ranks_in, size_of
 from narrowcast.distributed.planning.codec_speed import CodecSpeed, measure_codecs
 from narrowcast.distributed.planning.link import STREAM_S, Link, average, measure_link, members_of, slowest, timed
-from narrowcast.distributed.planning.prediction import NONE, Prediction, predict, predict_plain
+from narrowcast.distributed.planning.prediction import NONE, Prediction, predict, predict_by_hosts, predict_plain
+from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.gloo import EAGER
 from narrowcast.distributed.transport.group import Group, group_for
 from narrowcast.errors import SpecError
 
 MARGIN = 0.1
+BUCKET = 25 * (1 << 20) // 4
+"""Elements of a bucket, about, as DDP cuts them by default: what "auto" plans with."""
 LOSSLESS_ENOUGH = ("bf16", "int8")
 WITH_FEEDBACK = ("int6", "int4")
 
@@ -51,6 +55,8 @@ class Plan:
     buckets: tuple[int, ...]
     dtype: torch.dtype
     margin: float
+    hosts: int = 1
+    """Hosts that share the ranks evenly, where several do."""
 
     @property
     def codec(self) -> Codec | None:
@@ -113,6 +119,7 @@ def decide(
     error_feedback: Mode | None = None,
     margin: float = MARGIN,
     eager: int = EAGER,
+    hosts: int = 1,
 ) -> Plan:
     """The plan for `buckets` (numbers of elements) on a link, with codecs of these speeds. Nothing is measured."""
     if not buckets or min(buckets) < 1:
@@ -121,11 +128,18 @@ def decide(
         )
     if ranks < 2:
         raise SpecError(f"ranks={ranks}: gradients travel between two ranks or more.")
+    if hosts < 1 or ranks % hosts:
+        raise SpecError(f"hosts={hosts}: {ranks} ranks cannot share them evenly. Hosts have as many ranks each.")
     options: dict[str, Any] = {"gradients": gradients, "error_feedback": error_feedback, "eager": eager}
     predictions = [predict_plain(buckets, ranks, link, dtype)]
-    predictions += [predict(buckets, ranks, link, as_codec(spec), speed, **options) for spec, speed in speeds.items()]
+    for spec, speed in speeds.items():
+        if 1 < hosts < ranks:
+            found = predict_by_hosts(buckets, ranks, hosts, link, as_codec(spec), speed, **options)
+        else:
+            found = predict(buckets, ranks, link, as_codec(spec), speed, **options)
+        predictions.append(found)
     best, reason = choose(predictions, margin)
-    return Plan(best.codec, reason, tuple(predictions), link, ranks, tuple(buckets), dtype, margin)
+    return Plan(best.codec, reason, tuple(predictions), link, ranks, tuple(buckets), dtype, margin, hosts)
 
 
 def buckets_of(params: int, dtype: torch.dtype = torch.float32, megabytes: float = 25.0) -> list[int]:
@@ -139,7 +153,7 @@ def buckets_of(params: int, dtype: torch.dtype = torch.float32, megabytes: float
 
 def plan(
     buckets: Sequence[int],
-    group: dist.ProcessGroup | None = None,
+    group: Given = None,
     device: torch.device | str = "cpu",
     *,
     dtype: torch.dtype = torch.float32,
@@ -150,44 +164,53 @@ def plan(
 ) -> Plan:
     """Measure the group's link and the candidates' speed, and choose. A collective, of two or three seconds."""
     where = torch.device(device)
+    if isinstance(group, DeviceMesh):  # of all ranks; among fewer it is the link between hosts that counts
+        group = None if group.size() == dist.get_world_size() else group.get_group(0)
     members = members_of(group, "plan")
     purpose = "gradients" if gradients else "collectives"
     meeting = group_for(members, where, purpose)
     given = candidates_for(dtype, error_feedback) if candidates is None else candidates
     codecs = [as_codec(each) for each in given if each != NONE]
-    ranks = meeting.size
     wanted = ",".join(codec.spec for codec in codecs)
     about = f", codecs={wanted}, margin={margin}, error_feedback={error_feedback}, dtype={dtype}, buckets={[*buckets]}"
     slowest(meeting, [0.0], about)  # all ranks ask for the same plan
-    link = measure_link(members, where, dtype=dtype, purpose=purpose)
+    meet_hosts(group, meeting)
+    found = ranks_in(group, where, purpose)
+    mesh = found if isinstance(found, Mesh) else None
+    rows, places = (meeting, 1) if mesh is None else (mesh.between, mesh.within.size)
+    link = measure_link(members, where, dtype=dtype, purpose=purpose, mesh=mesh)
     probe = codecs[-1] if codecs else as_codec("int8")
-    speeds = measure_codecs(dict.fromkeys([*codecs, probe]), where, ranks=ranks, group=meeting)
+    speeds = measure_codecs(dict.fromkeys([*codecs, probe]), where, ranks=rows.size, group=meeting)
     eager = 0 if meeting.nccl else EAGER
-    link = _calibrated(link, meeting, probe, speeds[probe.spec], max(buckets, default=1), eager)
+    largest = -(-max(buckets, default=1) // places)
+    link = _calibrated(link, meeting, rows, probe, speeds[probe.spec], largest, eager)
+    hosts = 1 if mesh is None else rows.size
     speeds = {codec.spec: speeds[codec.spec] for codec in codecs}
     options: dict[str, Any] = {"dtype": dtype, "gradients": gradients, "error_feedback": error_feedback}
-    return decide(buckets, ranks, link, speeds, margin=margin, eager=eager, **options)
+    return decide(buckets, meeting.size, link, speeds, margin=margin, eager=eager, hosts=hosts, **options)
 
 
 def choose_codec(
-    buckets: Sequence[int],
+    total: int,
     dtype: torch.dtype,
-    group: dist.ProcessGroup | None,
+    group: Given,
     device: torch.device | str,
     error_feedback: Mode | None,
 ) -> tuple[Codec | None, Plan | None]:
-    """What `codec="auto"` means for a model whose buckets have so many elements: the codec, or None for none.
+    """What `codec="auto"` means for a model with so many elements: the codec, or None for none.
 
     Without other ranks nothing travels, and there is no plan.
     """
-    members = arguments.members(group, "compress_gradients")
-    if members is None or members.size() < 2:
+    if size_of(group, "compress_gradients") < 2:
         return None, None
-    chosen = plan(buckets, members, device, dtype=dtype, error_feedback=error_feedback)
+    buckets = [min(BUCKET, total - start) for start in range(0, total, BUCKET)]
+    chosen = plan(buckets, group, device, dtype=dtype, error_feedback=error_feedback)
     return chosen.codec, chosen
 
 
-def _calibrated(link: Link, group: Group, codec: Codec, speed: CodecSpeed, largest: int, eager: int) -> Link:
+def _calibrated(
+    link: Link, everyone: Group, group: Group, codec: Codec, speed: CodecSpeed, largest: int, eager: int
+) -> Link:
     """The link, with its overlap and drag: found by a real reduction, where its time would tell."""
 
     def predicted(numel: int, overlap: float) -> float:
@@ -203,6 +226,6 @@ def _calibrated(link: Link, group: Group, codec: Codec, speed: CodecSpeed, large
     x = torch.randn(numel, dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(0)).to(
         group.device
     )
-    took = timed(group, lambda: average(group, x, codec), rounds=5, warm_up=True)
+    took = timed(everyone, lambda: average(group, x, codec), rounds=5, warm_up=True)
     overlap = min(max((most - took) / (most - least), 0.0), 1.0)
     return dataclasses.replace(link, overlap=overlap, drag=max(took / most, 1.0))

@@ -7,13 +7,16 @@ Nothing else enters: not what the backward pass hides, nor what the reduction ta
   else three; and coding. A bucket in P chunks hides coding behind the wire, or the wire behind coding, except for the
   first and the last chunk: the longer of the two counts whole, and 1/P of the shorter. Where the link's `overlap` is
   less than 1 (ranks that share cores with the wire), more of the shorter counts.
+- Where ranks share hosts, the same between hosts, of what each place on a host has; and the bytes within hosts, there
+  and back.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -39,7 +42,7 @@ class Prediction:
     wire_seconds: float
     coding_seconds: float
     bytes: int
-    """Sent by a rank, headers included."""
+    """Sent by a rank, headers included; where several ranks share a host, by a host to others."""
     noise: float = 0.0
 
 
@@ -84,6 +87,21 @@ def predict(
         total += count * link.drag * (max(on_wire, at_work) + min(on_wire, at_work) * (1 - hidden))
         wire, coding, sent = wire + count * on_wire, coding + count * at_work, sent + count * nbytes
     return Prediction(codec.spec, total, wire, coding, sent, speed.noise)
+
+
+def predict_by_hosts(
+    buckets: Sequence[int], ranks: int, hosts: int, link: Link, codec: Codec, speed: CodecSpeed, **options: Any
+) -> Prediction:
+    """`predict` where `ranks` share `hosts` evenly: `link` is a rank's, while all of its host use it."""
+    places = ranks // hosts
+    between = predict([-(-numel // places) for numel in buckets], hosts, link, codec, speed, **options)
+    inside = 4 * sum(buckets) * 2 * (places - 1) / places / (link.local_bytes_per_s or link.bandwidth_bytes_per_s)
+    return replace(
+        between,
+        seconds=between.seconds + inside,
+        wire_seconds=between.wire_seconds + inside,
+        bytes=places * between.bytes,
+    )
 
 
 def _traffic(numel: int, ranks: int, codec: Codec, eager: int, gradients: bool) -> tuple[int, int, int]:

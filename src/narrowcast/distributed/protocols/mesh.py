@@ -11,7 +11,8 @@ mesh learns of the failure, and every rank has made the same number of calls in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,24 +24,72 @@ from narrowcast.distributed.encoder import derive_seed
 from narrowcast.distributed.protocols import one_way, two_stage
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.group import Group
+from narrowcast.distributed.transport.hosts import Hosts
+from narrowcast.distributed.transport.lane import Lane, accepted
+from narrowcast.distributed.transport.work import Work
 from narrowcast.kernels.reference import casts
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks that this one meets: those of its host, and those in its place on the other hosts."""
+    """The ranks that this one meets: those of its host, and those in its place on the other hosts.
 
+    `everyone` is all of them, in one group: its lane runs the collectives of the mesh.
+    """
+
+    everyone: Group
     within: Group
     between: Group
+    hosts: Hosts = ()
+    """The ranks of each host, by their numbers in `everyone`."""
 
-    def groups(self) -> list[Group]:
-        """Whom it meets in each phase."""
-        return [self.within, self.between, self.within]
+    @property
+    def size(self) -> int:
+        return self.within.size * self.between.size
 
-    def give_up(self, error: BaseException) -> None:
-        """Take part in an all_reduce by failing every phase of it."""
-        for group in self.groups():
-            group.give_up("all_reduce", error)
+    @property
+    def lane(self) -> Lane:
+        return self.everyone.lane
+
+    @property
+    def nccl(self) -> bool:
+        return bool(self.within.nccl)
+
+    @contextlib.contextmanager
+    def refusing(self, op: str) -> Iterator[None]:
+        """An error in here, before the lane has taken a job, means that this rank refuses the call."""
+        before = accepted()
+        try:
+            yield
+        except BaseException as error:
+            if accepted() == before:
+                self.refuse(op, error)
+            raise
+
+    def refuse(self, op: str, error: BaseException) -> None:
+        """Take part in a collective by failing it, in its turn."""
+
+        def job() -> list[Tensor]:
+            self.give_up(op, error)
+            return []
+
+        self.lane.run_or_queue(Work(op, job))
+
+    def give_up(self, op: str, error: BaseException) -> None:
+        """`refuse`, here and now, from a job of the lane: every phase fails."""
+        for group in (self.within, self.between, self.within):
+            group.give_up(op, error)
+
+
+def run(phases: Sequence[Collective], op: str) -> None:
+    """Make the phases of one collective, one after the other. Where one fails, so do those after it, on all ranks."""
+    for i, phase in enumerate(phases):
+        try:
+            phase.run()
+        except BaseException as error:
+            for later in phases[i + 1 :]:
+                later.group.give_up(op, error)
+            raise
 
 
 def all_reduce(
@@ -48,14 +97,7 @@ def all_reduce(
 ) -> None:
     """Sum `flat` [numel] over all ranks of a mesh, in place: `near` is the codec within hosts, `far` between them."""
     parts = flat.split(two_stage.split(flat.numel(), mesh.within.size))
-    phases = _phases(mesh, parts, divisor, near, far, seeds, words)
-    for i, phase in enumerate(phases):
-        try:
-            phase.run()
-        except BaseException as error:
-            for later in phases[i + 1 :]:
-                later.group.give_up("all_reduce", error)
-            raise
+    run(_phases(mesh, parts, divisor, near, far, seeds, words), "all_reduce")
 
 
 def _phases(

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -215,8 +216,9 @@ def group_for(group: dist.ProcessGroup, device: torch.device, purpose: object = 
 
 def _shared(group: dist.ProcessGroup, device: torch.device) -> Connections | None:
     """The connections of other purposes, where this one may use them, too."""
-    for known in _known[group].values():
-        if isinstance(known, Group) and known.device.type == device.type and not known.nccl:
+    for key, known in _known[group].items():
+        of_everyone = isinstance(key, tuple) and key[1:] == (device.type,)
+        if isinstance(known, Group) and of_everyone and not known.nccl:
             return known.connections
     return None
 
@@ -240,6 +242,20 @@ def pair_for(group: dist.ProcessGroup, device: torch.device, source: int, target
         pair = of_group[key]
     assert isinstance(pair, Pair)
     return pair.order_of(tag)
+
+
+def subset_for(group: dist.ProcessGroup, device: torch.device, purpose: str, numbers: Sequence[int]) -> Group:
+    """Some ranks of a process group, by their numbers in it, this one among them."""
+    with _lock:
+        of_group = _known.setdefault(group, {})
+        key = (purpose, device.type, *numbers)
+        if key not in of_group:
+            everyone = dist.get_process_group_ranks(group)
+            ranks, mine = [everyone[number] for number in numbers], numbers.index(group.rank())
+            which = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()  # other ranks, another name
+            first = tags_of_purpose(purpose)
+            of_group[key] = Group(_connections(group, device, f"{purpose} {which}", mine, ranks), first, first)
+        return of_group[key]  # type: ignore[return-value]
 
 
 def last_device(group: dist.ProcessGroup) -> torch.device:
