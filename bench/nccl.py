@@ -1,0 +1,185 @@
+"""all_reduce over NCCL beside NCCL's own, with several ranks on one GPU; and how much of it hides behind matmuls.
+
+    python bench/nccl.py                        2 and 4 ranks: tables
+    ... --ranks 2  --sizes 64,1024  --out FOLDER
+
+The ranks share the GPU by MPS, and NCCL takes its sockets over loopback (tests/distributed/one_gpu.py): its speed is
+that of the processors, a few GB/s. `one` is a call with the GPU waited for, `row` a call of several in a row, `host`
+how long the host was at it, in ms, each a median over the rounds. `x NCCL` is how many times faster than NCCL's fp32
+in a row. `hidden` is the share of a 64 MB reduction that takes no time beside matmuls of as much as ten times its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "src"), str(HERE.parent / "tests" / "distributed")]
+
+import one_gpu  # noqa: E402
+
+from machine import sentence  # noqa: E402
+from narrowcast import distributed as ncd  # noqa: E402
+
+CONTENDERS = ("NCCL", "raw", "int8", "int4")
+ROUNDS = 7
+HIDDEN_MB = 64
+
+
+def reduce(contender: str, tensor: torch.Tensor, async_op: bool = False) -> Any:
+    if contender == "NCCL":
+        return dist.all_reduce(tensor, async_op=async_op)
+    return ncd.all_reduce(tensor, codec=contender, async_op=async_op)
+
+
+def timed(call: Callable[[], object], calls: int) -> dict[str, float]:
+    """Medians over the rounds, in ms."""
+    call()
+    call()
+    seconds: dict[str, list[float]] = {"one": [], "row": [], "host": []}
+    for _ in range(ROUNDS):
+        meet()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        seconds["one"].append(time.perf_counter() - start)
+        meet()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        launched = time.perf_counter()
+        torch.cuda.synchronize()
+        seconds["host"].append((launched - start) / calls)
+        seconds["row"].append((time.perf_counter() - start) / calls)
+    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+
+
+def meet() -> None:
+    dist.barrier()
+    torch.cuda.synchronize()
+
+
+def hidden(contender: str) -> dict[str, float]:
+    """Milliseconds of matmuls alone, of a reduction alone, and of both."""
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    tensor = torch.randn(HIDDEN_MB << 18, device="cuda")
+    seconds: dict[str, list[float]] = {"matmuls": [], "alone": [], "both": []}
+    for round_ in range(ROUNDS + 1):
+        for what, values in seconds.items():
+            tensor.normal_()
+            meet()
+            start = time.perf_counter()
+            work = None if what == "matmuls" else reduce(contender, tensor, async_op=True)
+            for _ in range(0 if what == "alone" else 40):
+                torch.mm(matrix, matrix)
+            if work is not None:
+                work.wait()
+            torch.cuda.synchronize()
+            if round_:
+                values.append(1e3 * (time.perf_counter() - start))
+    return {what: statistics.median(values) for what, values in seconds.items()}
+
+
+def rank_main(given: argparse.Namespace) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(0)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=limit, device_id=torch.device("cuda", 0))
+    results = []
+    for kb in given.sizes:
+        tensor = torch.randn(kb * 256, device="cuda")
+        for contender in CONTENDERS:
+            tensor.normal_()
+            times = timed(functools.partial(reduce, contender, tensor), 10 if kb < 5000 else 3)
+            results.append({"ranks": world, "kb": kb, "contender": contender, **times})
+    for contender in CONTENDERS:
+        results.append({"ranks": world, "contender": contender, **hidden(contender)})
+    if rank == 0:
+        print("RESULT" + json.dumps(results), flush=True)
+    dist.destroy_process_group()
+
+
+def measure(ranks: int, sizes: list[int]) -> list[dict[str, Any]]:
+    """Start the ranks, and return what the first one says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, __file__, "--sizes", ",".join(map(str, sizes))]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **one_gpu.environment(rank), **shared, "RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else None,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    said, _ = processes[0].communicate(timeout=500)
+    for process in processes:
+        process.wait(60)
+    line = next(line for line in said.splitlines() if line.startswith("RESULT"))
+    return json.loads(line.removeprefix("RESULT"))  # type: ignore[no-any-return]
+
+
+def markdown(results: list[dict[str, Any]]) -> str:
+    plain = {(r["ranks"], r["kb"]): r["row"] for r in results if "kb" in r and r["contender"] == "NCCL"}
+    lines = ["| ranks | KB of fp32 | | one | row | host | x NCCL |", "|--:|--:|---|--:|--:|--:|--:|"]
+    for r in results:
+        if "kb" in r:
+            times = " | ".join(f"{r[name]:.2f}" for name in ("one", "row", "host"))
+            ratio = plain[r["ranks"], r["kb"]] / r["row"]
+            lines.append(f"| {r['ranks']} | {r['kb']} | {r['contender']} | {times} | {ratio:.2f} |")
+    lines += ["", "| ranks | | matmuls | alone | both | hidden |", "|--:|---|--:|--:|--:|--:|"]
+    for r in results:
+        if "both" in r:
+            share = (r["matmuls"] + r["alone"] - r["both"]) / r["alone"]
+            times = " | ".join(f"{r[name]:.1f}" for name in ("matmuls", "alone", "both"))
+            lines.append(f"| {r['ranks']} | {r['contender']} | {times} | {share:.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--sizes", default="64,1024,8192,32768", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--out", type=Path, help="folder for nccl.md and nccl.json")
+    given = parser.parse_args()
+    if "RANK" in os.environ:
+        rank_main(given)
+        return
+    if not torch.cuda.is_available():
+        sys.exit("error: this needs a CUDA device.")
+    with one_gpu.side_by_side() as together:
+        if not together:
+            print(
+                "no nvidia-cuda-mps-control here: ranks take turns on the GPU, and times say nothing", file=sys.stderr
+            )
+        results = [result for ranks in given.ranks for result in measure(ranks, given.sizes)]
+    table = markdown(results)
+    print(table)
+    if given.out:
+        head = f"# all_reduce over NCCL, several ranks on one GPU\n\n{sentence()}. Command: `{' '.join(sys.argv)}`. "
+        head += "What the columns mean stands at the top of bench/nccl.py.\n\n"
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / "nccl.md").write_text(head + table)
+        (given.out / "nccl.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
