@@ -224,6 +224,11 @@ class GradientCompression:
         reason = "auto: none" if self._auto else "codec=None"
         self.counted.count(BucketStats(index, numel, numel, None, reason, plain_bytes, plain_bytes), None)
 
+    @property
+    def error(self) -> BaseException | None:
+        """Why the last step failed, if it did: what backward() raised."""
+        return self._outcome.error
+
     # -- statistics ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> GradientStats:

@@ -21,6 +21,7 @@ from narrowcast.distributed.gradients.compression import GradientCompression
 from narrowcast.distributed.gradients.hosted import HostBucket
 from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, check_cover, lay_out
 from narrowcast.distributed.gradients.options import numbers
+from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.reduction import Bucket, FlatBucket, Reduction
 from narrowcast.distributed.meshes import Given, check_mesh, size_of
 from narrowcast.distributed.protocols.mesh import Mesh
@@ -105,6 +106,8 @@ def _start(
     index, outcome = reduction.stats.index, bucket.outcome
     if index == 0:
         state.clock.next_step()
+    if last:
+        _raise_at_the_end(outcome)
 
     def job() -> list[Tensor]:
         if outcome.error is None:
@@ -114,14 +117,31 @@ def _start(
                 state.reduce(group, reduction, bucket, f"bucket {index}")
         else:
             group.give_up("gradients", outcome.error)
-        if last and outcome.error is not None:
+        if last and outcome.error is not None and not outcome.told:
             raise outcome.error
-        outcome.complete = last
+        outcome.complete = last and outcome.error is None
         return [bucket.gradients]
 
     work = group.lane.start("gradients", job, [bucket.gradients], async_op=True)
     assert work is not None
     return work.get_future().then(_first)
+
+
+def _raise_at_the_end(outcome: Outcome) -> None:
+    """Let backward() raise what a step failed with, as what it is: DDP makes a RuntimeError of what its futures raise.
+
+    The engine calls back in order. DDP has its callback queued after this one, and waits there for all buckets: what
+    this one queues comes after that.
+    """
+
+    def after_ddp() -> None:
+        if outcome.error is not None:
+            raise outcome.error
+
+    engine: Any = torch.autograd.Variable._execution_engine
+    with contextlib.suppress(RuntimeError):  # there is no backward, but a hook that is called by hand
+        engine.queue_callback(lambda: engine.queue_callback(after_ddp))
+        outcome.told = True
 
 
 def _layout(

@@ -33,6 +33,8 @@ class Outcome:
         """Whether all of its buckets have been reduced."""
         self.error: BaseException | None = None
         """Why one of them could not be."""
+        self.told = False
+        """Whether backward() raises it by itself."""
         self._verdicts: list[Tensor] = []
         """Zero or NaN, where the gradients are."""
         self._arriving: list[tuple[Tensor, torch.cuda.Event]] = []
