@@ -50,8 +50,6 @@ def all_reduce(
     members = arguments.members(None if isinstance(group, DeviceMesh) else group, "all_reduce")
     if isinstance(group, DeviceMesh):
         check_mesh(group, "group", "all_reduce")
-        if group.get_coordinate() is None:
-            return None
         return all_reduce_over_mesh(Sum.of(tensor, op, group.size(), codec, local_codec, seed), group, async_op)
     wanted = Sum.of(tensor, op, 1 if members is None else members.size(), codec, local_codec, seed)
     if members is None:
@@ -62,11 +60,10 @@ def all_reduce(
             two_stage.all_reduce(collective, wanted.data.view(-1), wanted.divisor)
 
     plain = 2 * arguments.nbytes(tensor) * (members.size() - 1) // members.size()
-    ranks, call = group_for(members, tensor.device), Call("all_reduce", wanted.far, wanted.words)
-    flat = Collective(ranks, call, protocol, plain_bytes=plain, seed=wanted.seeds[1])
-    if group is None:
-        return all_reduce_by_hosts(wanted, members, flat, async_op)
-    return flat.launch(wanted.operands, async_op)
+    call = Call("all_reduce", wanted.far, wanted.words)
+    flat = Collective(group_for(members, tensor.device), call, protocol, plain_bytes=plain, seed=wanted.seeds[1])
+    by_hosts = group is None
+    return all_reduce_by_hosts(wanted, members, flat, async_op) if by_hosts else flat.launch(wanted.operands, async_op)
 
 
 @collective

@@ -165,6 +165,8 @@ class Sum:
 
 def all_reduce_over_mesh(wanted: Sum, given: DeviceMesh, async_op: bool) -> Work | None:
     """`all_reduce` where `group` is a mesh."""
+    if given.get_coordinate() is None:
+        return None
     device = wanted.data.device
     everyone = _lane_of_meshes(device)
     mesh = mesh_of(given, device, "mesh", everyone)

@@ -26,7 +26,6 @@ from narrowcast.distributed.encoder import derive_seed, lossless
 from narrowcast.distributed.gradients import state as saved
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.options import (
-    FEEDBACK_WORDS,
     Exempt,
     Mode,
     Schedule,
@@ -35,6 +34,7 @@ from narrowcast.distributed.gradients.options import (
     one_dimensional,
     schedule_of,
     scheduled,
+    spoken,
     steps_of,
 )
 from narrowcast.distributed.gradients.outcome import Outcome
@@ -241,12 +241,8 @@ class GradientCompression:
 
     def __str__(self) -> str:
         """A line: in what gradients travel, and `stats()`."""
-        codec = "no codec" if self.codec is None else self.codec.spec
-        if self._schedule is not None:
-            codec = "schedule"
-        elif self._auto:
-            codec = f"auto: {codec}" if self._chosen else "auto, not chosen yet"
-        return f"{codec}{FEEDBACK_WORDS[self.error_feedback]}: {self.stats()}"
+        how = "schedule" if self._schedule else "auto" if self._auto else ""
+        return f"{spoken(self.codec, how, self._chosen, self.error_feedback)}: {self.stats()}"
 
     def log(self, writer: Any, step: int | None = None, prefix: str = "gradients/") -> None:
         """Write `stats()` to a TensorBoard SummaryWriter."""
@@ -278,9 +274,8 @@ class GradientCompression:
         """Go on where `state_dict` was taken: by the same rank of as many, with the same parameters."""
         saved.check(state)
         codec = saved.codec_of(state) if self._auto else self.codec  # what was chosen then
-        mode = mode_of(self._feedback, codec, self._schedule)
         numels = self.parameters.numels | self.parameters.shares if self.parameters.named else None
-        saved.check_fits(state, mode, self.residuals, numels)
+        saved.check_fits(state, mode_of(self._feedback, codec, self._schedule), self.residuals, numels)
         if self._auto:
             self._use(codec, self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])

@@ -73,6 +73,14 @@ def mode_of(given: Mode | None, codec: Codec | None, schedule: Schedule | None) 
     return given
 
 
+def spoken(codec: Codec | None, how: str, chosen: bool, feedback: Mode) -> str:
+    """In what gradients travel, in words: "int8", "auto: int4 with error feedback"."""
+    spec = "no codec" if codec is None else codec.spec
+    if how == "auto":
+        spec = f"auto: {spec}" if chosen else "auto, not chosen yet"
+    return ("schedule" if how == "schedule" else spec) + FEEDBACK_WORDS[feedback]
+
+
 def steps_of(given: int) -> int:
     if isinstance(given, bool) or not isinstance(given, int) or given < 0:
         raise SpecError(f"warmup_steps={given!r}: a number of steps, 0 or more.")
