@@ -28,6 +28,7 @@ from narrowcast.kernels.triton.arguments import (
 )
 from narrowcast.kernels.triton.codes import INTERPRETED
 from narrowcast.kernels.triton.cuts import Cut, Tile, cut, launches, tile_for
+from narrowcast.kernels.windows import Window
 
 
 class Triton(Kernel):
@@ -121,6 +122,21 @@ class Triton(Kernel):
 
     def _integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
         integer.integer_linear(out, x, weight)
+
+    def _integer_conv(
+        self,
+        out: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        grid: Grid,
+        weight: Tensor,
+        factor: Tensor,
+        bias: Tensor | None,
+        window: Window,
+    ) -> None:
+        values = torch.empty_like(x)
+        fake_quantize.fake_quantize(values.view(1, 1, -1), x.view(1, 1, -1), scale, grid)
+        integer.integer_conv(out, (values / scale).round(), grid.levels[-1], weight, factor, bias, window)
 
 
 # -- launches -------------------------------------------------------------------------------------------------------
