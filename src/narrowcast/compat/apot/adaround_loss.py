@@ -24,7 +24,7 @@ def rectified_sigmoid(V: Tensor) -> Tensor:
 
 
 class AdaptiveRoundingLoss(nn.Module):
-    """Two terms, to be added: that of the choices, zero while `warm_start` of the steps pass, and that of the output."""
+    """Two terms, to be added: of the choices, which is zero while `warm_start` of the steps pass, and of the output."""
 
     def __init__(
         self,

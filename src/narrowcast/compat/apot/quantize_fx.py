@@ -23,6 +23,7 @@ from torch.ao.quantization.quantize_fx import prepare_fx, prepare_qat_fx
 from torch.fx import GraphModule, Node
 
 from narrowcast.compat.apot.fake_quantize import APoTFakeQuantize
+from narrowcast.compat.apot.fake_quantize_function import fake_quantize_function
 from narrowcast.compat.apot.layer import LinearAPoT
 from narrowcast.errors import ModelKindError
 
@@ -33,16 +34,31 @@ ATTRIBUTES = "_observed_graph_module_attrs"
 
 
 class FrozenQuantizer(nn.Module):
-    """A fake quantizer that observes no more: what is left of it in a converted graph."""
+    """What is left of a fake quantizer in a converted graph: its parameters, and no observer."""
 
-    def __init__(self, quantizer: nn.Module) -> None:
+    def __init__(self, quantizer: Any) -> None:
         super().__init__()
-        self.quantizer = copy.deepcopy(quantizer)
-        self.quantizer.disable_observer()  # type: ignore[operator]
+        self.additive = isinstance(quantizer, APoTFakeQuantize)
+        self.enabled = bool(quantizer.fake_quant_enabled[0])
+        if self.additive:
+            qparams = quantizer.calculate_qparams() if quantizer.qparams is None else quantizer.qparams
+            self.axis, self.codes = None, ()
+        else:
+            qparams = quantizer.scale, quantizer.zero_point
+            self.axis = quantizer.ch_axis if quantizer.is_per_channel else None
+            self.codes = quantizer.activation_post_process.quant_min, quantizer.activation_post_process.quant_max
+        for place, value in enumerate(qparams):
+            self.register_buffer(f"qparam{place}", value.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        quantized: Tensor = self.quantizer(x)
-        return quantized
+        qparams = tuple(self.buffers())
+        if not self.enabled:
+            return x
+        if self.additive:
+            return fake_quantize_function.apply(x, *qparams)  # type: ignore[no-any-return,no-untyped-call]
+        if self.axis is None:
+            return torch.fake_quantize_per_tensor_affine(x, *qparams, *self.codes)
+        return torch.fake_quantize_per_channel_affine(x, *qparams, self.axis, *self.codes)
 
 
 @torch.no_grad()
@@ -97,6 +113,5 @@ def _fixed_layer(module: nn.Module) -> nn.Module | None:
 def _unconfigured(module: nn.Module) -> nn.Module:
     """Without what tells torch to quantize it."""
     for each in module.modules():
-        if hasattr(each, "qconfig"):
-            each.qconfig = None
+        each.qconfig = None  # type: ignore[assignment]
     return module
