@@ -54,9 +54,7 @@ def _quantize_tensor_list(tensor_list: Sequence[Tensor], qtype: QType) -> list[T
 def _dequantize_tensor(tensor: Tensor, qtype: QType, quant_loss: float | Tensor | None = None) -> Tensor:
     """What `_quantize_tensor` was given, in float32, divided by `quant_loss`."""
     kind, loss = _half_type(qtype), as_loss(quant_loss)
-    as_floats(tensor, "tensor")
-    if tensor.dtype != torch.float16:
-        raise NoTensorError(f"tensor: expected float16, got {tensor.dtype}. Pass what _quantize_tensor returned.")
+    _check_half(tensor, "tensor")
     value = (tensor if kind is DQuantType.FP16 else tensor.view(torch.bfloat16)).float()
     return value if loss is None else value / loss
 
@@ -64,7 +62,15 @@ def _dequantize_tensor(tensor: Tensor, qtype: QType, quant_loss: float | Tensor 
 def _dequantize_tensor_list(
     tensor_list: Sequence[Tensor], qtype: QType, quant_loss: float | Tensor | None = None
 ) -> list[Tensor]:
-    return [_dequantize_tensor(tensor, qtype, quant_loss) for tensor in _listed(tensor_list)]
+    for index, tensor in enumerate(_listed(tensor_list)):
+        _check_half(tensor, f"tensor_list[{index}]")
+    return [_dequantize_tensor(tensor, qtype, quant_loss) for tensor in tensor_list]
+
+
+def _check_half(tensor: object, name: str) -> None:
+    if as_floats(tensor, name).dtype != torch.float16:
+        dtype = tensor.dtype if isinstance(tensor, Tensor) else None
+        raise NoTensorError(f"{name}: expected float16, got {dtype}. Pass what _quantize_tensor returned.")
 
 
 def _half_bits(tensor: Tensor, name: str) -> Tensor:
@@ -76,7 +82,7 @@ def _half_bits(tensor: Tensor, name: str) -> Tensor:
 def as_floats(tensor: object, name: str) -> Tensor:
     """A tensor of floats or integers as floats, detached."""
     if not isinstance(tensor, Tensor):
-        raise NoTensorError(f"{name}: expected a tensor, got {type(tensor).__name__}.")
+        raise NoTensorError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}.")
     if tensor.is_complex() or tensor.dtype == torch.bool:
         raise NoTensorError(
             f"{name}: expected floats or integers, got {tensor.dtype}. Pass {name}.float(), or its parts."
