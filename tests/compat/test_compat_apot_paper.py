@@ -92,7 +92,7 @@ def test_an_imported_checkpoint_computes_what_the_papers_code_does_trained_and_p
     same = (model(x) - expected).abs().amax(1) <= 1e-4 * expected.abs().max()
     assert int(same.sum()) >= 62
     assert nc.calibrate_(model, [x]).quantizers == []  # every clip is there, and stays
-    assert float(model.block[0].input_quantizer.alpha) == pytest.approx(1.3)
+    assert float(model.block[0].input_quantizer.clip) == pytest.approx(1.3)
     trained = model(x)
     nc.convert_(model)
     assert type(model.block[0]).__name__ == "IntegerConv2d"
