@@ -168,13 +168,13 @@ def test_a_quantized_collective_looks_like_the_one_it_stands_for(func: Callable[
 
 @pytest.mark.parametrize("qtype", [DQuantType.BFP16, "bfp16", "bf16", nc.codec("bf16"), {"name": "bf16"}])
 def test_a_qtype_is_a_dquanttype_or_whatever_names_a_codec(qtype: Any) -> None:
-    assert ours._codec(qtype) == nc.codec("bf16")
+    assert ours.codec_of(qtype) == nc.codec("bf16")
 
 
 def test_pytorchs_own_dquanttype_is_understood() -> None:
     from torch.distributed.algorithms._quantization import quantization as theirs
 
-    assert [ours._codec(qtype).spec for qtype in theirs.DQuantType] == ["fp16", "bf16"]
+    assert [ours.codec_of(qtype).spec for qtype in theirs.DQuantType] == ["fp16", "bf16"]
 
 
 # -- asynchronous, and in groups ---------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class Int8Weight(Encoded):
                 f"scales of its rows first: layer.scales = ..., then layer.weight = ..., as gpt-fast's tp.py does."
             )
         if codes.shape != self.rows.codes().shape:
-            self.rows = Int8Rows(*codes.shape, codes.device, self.rows.dtype)
+            self.rows = Int8Rows(codes.shape[0], codes.shape[1], codes.device, self.rows.dtype)
         vars(self).pop("_waiting_scales", None)
         self.rows.write(codes, scales)
 

@@ -39,7 +39,8 @@ class Window(NamedTuple):
 def to_words(weight: Tensor) -> Tensor:
     """Weights [outputs, channels, y, x] as [outputs, words, y, x, 4]."""
     filled = pad(weight, (0, 0, 0, 0, 0, -weight.shape[1] % 4))
-    return filled.unflatten(1, (-1, 4)).movedim(2, -1).contiguous()
+    outputs, channels, *size = filled.shape
+    return filled.view(outputs, channels // 4, 4, *size).movedim(2, -1).contiguous()
 
 
 def from_words(words: Tensor, channels: int) -> Tensor:

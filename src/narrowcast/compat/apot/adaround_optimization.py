@@ -74,7 +74,7 @@ class AdaptiveRoundingOptimizer:
         for module, q_module in pairs:
             if isinstance(module, (nn.Linear, *CONVOLUTIONS)):
                 self.optimize_adaptive_rounding(module, q_module)
-        return self.q_model.module if isinstance(self.q_model, nn.DataParallel) else self.q_model  # type: ignore[return-value]
+        return self.q_model.module if isinstance(self.q_model, nn.DataParallel) else self.q_model
 
     @torch.no_grad()
     def get_data_inp_out(
@@ -90,7 +90,8 @@ class AdaptiveRoundingOptimizer:
         ]
         try:
             for batch in data:
-                of_float.clear(), of_rounded.clear()
+                of_float.clear()
+                of_rounded.clear()
                 self._run(self.model, batch)
                 self._run(self.q_model, batch)
                 if of_float and of_rounded:  # else the batch does not reach this layer

@@ -174,7 +174,7 @@ def _grid_of(gamma: Tensor, levels: Tensor) -> Grid:
     )
 
 
-def _matrix(weight: Tensor) -> Tensor:
+def _matrix(weight: object) -> Tensor:
     """A weight [out, in], detached, in floats."""
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         shape = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__

@@ -42,7 +42,7 @@ class FrozenQuantizer(nn.Module):
         self.enabled = bool(quantizer.fake_quant_enabled[0])
         if self.additive:
             qparams = quantizer.calculate_qparams() if quantizer.qparams is None else quantizer.qparams
-            self.axis, self.codes = None, ()
+            self.axis, self.codes = None, (0, 0)
         else:
             qparams = quantizer.scale, quantizer.zero_point
             self.axis = quantizer.ch_axis if quantizer.is_per_channel else None
@@ -51,14 +51,14 @@ class FrozenQuantizer(nn.Module):
             self.register_buffer(f"qparam{place}", value.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        qparams = tuple(self.buffers())
         if not self.enabled:
             return x
         if self.additive:
-            return fake_quantize_function.apply(x, *qparams)  # type: ignore[no-any-return,no-untyped-call]
+            return fake_quantize_function.apply(x, *self.buffers())  # type: ignore[no-any-return,no-untyped-call]
+        (scale, zero_point), (lowest, highest) = self.buffers(), self.codes
         if self.axis is None:
-            return torch.fake_quantize_per_tensor_affine(x, *qparams, *self.codes)
-        return torch.fake_quantize_per_channel_affine(x, *qparams, self.axis, *self.codes)
+            return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, lowest, highest)
+        return torch.fake_quantize_per_channel_affine(x, scale, zero_point, self.axis, lowest, highest)
 
 
 @torch.no_grad()
@@ -97,7 +97,7 @@ def _fixed_layer(module: nn.Module) -> nn.Module | None:
     if not isinstance(quantizer, APoTFakeQuantize):
         return None
     plain: Any = module.to_float() if hasattr(module, "to_float") else copy.deepcopy(module)  # type: ignore[operator]
-    layer = plain[0] if isinstance(plain, nn.Sequential) else plain
+    layer: Any = plain[0] if isinstance(plain, nn.Sequential) else plain
     if quantizer.qparams is None:
         quantizer.to(layer.weight.device)(layer.weight)
     layer.weight.copy_(FrozenQuantizer(quantizer)(layer.weight))

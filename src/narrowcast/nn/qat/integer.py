@@ -37,6 +37,7 @@ from narrowcast.nn.modules.conv import Conv1d, Conv2d, Conv3d, Convolution
 from narrowcast.nn.modules.linear import Linear, as_autocast, linear_on_rows
 from narrowcast.nn.qat.clips import scale_of
 from narrowcast.nn.qat.fake_quantize import FakeQuantize
+from narrowcast.nn.qat.straight_through import FLOOR
 
 
 class QuantizedInput(OneWeight):
@@ -121,7 +122,12 @@ class IntegerLayer(OneWeight):
         raise NotImplementedError
 
     def input_scale(self) -> Tensor:
-        return scale_of(self.input_quantizer.clip, self.input_quantizer.top)
+        alpha, top = self.input_quantizer.alpha, self.input_quantizer.top
+        if operators.unwatched(alpha.data):  # in two steps, where a small layer would wait for eight of torch's
+            value = alpha.item() if alpha.device.type == "cpu" else math.nan
+            if FLOOR <= value < math.inf:  # rounded to fp64 first, which changes no quotient of fp32
+                return torch.tensor([value / top], dtype=torch.float32, device="cpu")
+        return scale_of(self.input_quantizer.clip, top)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -220,7 +226,8 @@ class _IntegerConv(IntegerLayer, Convolution):
         if self.padding_mode != "zeros":
             image, around = F.pad(image, around, mode=self.padding_mode), [0] * len(around)
         image = image if spatial == 2 else image.unsqueeze(2)
-        window = Window(*_planar(self.stride), *_planar(self.dilation), *around, *[0] * (4 - len(around)), self.groups)
+        steps = (*_planar(self.stride), *_planar(self.dilation))
+        window = Window._make((*steps, *around, *[0] * (4 - len(around)), self.groups))
         quantizer, scale = self.input_quantizer, self.input_scale()
         factor, bias = scale * self.weight_scales, None if bias is None else bias.float()
         out = integer_conv(image.contiguous(), scale, quantizer.grid, self.weight_integers, factor, bias, window)

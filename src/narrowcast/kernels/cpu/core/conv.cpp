@@ -19,18 +19,30 @@ constexpr int PLACES = 16;  // that are stored together
 // The nearest integer to a float of less than 2^22, ties to even, in the low bits of the sum with this.
 constexpr float ROUNDING = 12582912.0f;
 
+inline uint32_t byte_of(float value, float inverse, float bias, uint32_t& unknown) {
+    const float level = value * inverse + bias;
+    uint32_t bits;
+    std::memcpy(&bits, &level, 4);
+    unknown |= level == level ? 0u : 1u;
+    return bits & 0xFFu;
+}
+
 bool interleave(const float* const rows[4], int64_t count, float inverse, int shift, uint32_t* __restrict to) {
     const float bias = ROUNDING + float(shift);
     uint32_t unknown = 0;
+    if (rows[3]) {
+        const float *__restrict a = rows[0], *__restrict b = rows[1], *__restrict c = rows[2], *__restrict d = rows[3];
+        for (int64_t i = 0; i < count; ++i) {
+            const uint32_t low = byte_of(a[i], inverse, bias, unknown) | byte_of(b[i], inverse, bias, unknown) << 8;
+            to[i] = low | byte_of(c[i], inverse, bias, unknown) << 16 | byte_of(d[i], inverse, bias, unknown) << 24;
+        }
+        return unknown != 0;
+    }
     for (int j = 0; j < 4 && rows[j]; ++j) {
         const float* __restrict row = rows[j];
         for (int64_t i = 0; i < count; ++i) {
-            const float level = row[i] * inverse + bias;
-            uint32_t bits;
-            std::memcpy(&bits, &level, 4);
-            const uint32_t byte = (bits & 0xFFu) << (8 * j);
+            const uint32_t byte = byte_of(row[i], inverse, bias, unknown) << (8 * j);
             to[i] = j ? to[i] | byte : byte;
-            unknown |= level == level ? 0u : 1u;
         }
     }
     return unknown != 0;

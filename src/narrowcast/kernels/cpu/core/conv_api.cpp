@@ -58,35 +58,76 @@ struct Layout {
     int shift;
     uint32_t* to;
 
-    // The words of four channels: number `task` over all images. Whether there is a NaN.
+    // The words of four channels: number `task` over all images. Whether there is a NaN in what windows read.
     bool plane(int64_t task) const {
         const int64_t word = task % s.words(), group = task / s.words() % s.groups, image = task / s.words() / s.groups;
         const int64_t first = group * s.each() + word * 4, count = std::min<int64_t>(4, (group + 1) * s.each() - first);
         const float* from = x + (image * s.channels + first) * s.height * s.width;
         uint32_t* target = to + task * s.plane();
-        bool all = true;
-        for (int64_t phase = 0; phase < s.stride_y; ++phase) all = all && s.reads_row(phase);
-        const int64_t strip = all ? std::max<int64_t>(1, STRIP / s.width) : 1, size = strip * s.width;
         surround(target);
-        std::vector<float> levels(size_t(4 * size));
-        std::vector<uint32_t> row(size_t(s.width));
+        std::vector<int64_t> rows;  // of the input, that windows read
+        for (int64_t y = 0; y < s.height; ++y) {
+            if (s.reads_row((y + s.top) % s.stride_y) && (y + s.top) / s.stride_y < s.rows()) rows.push_back(y);
+        }
+        return strips(from, count, rows, target);
+    }
+
+    // These rows of `count` channels, several at a time: quantized, and their words brought to their places.
+    bool strips(const float* from, int64_t count, const std::vector<int64_t>& rows, uint32_t* target) const {
+        std::vector<int64_t> phases;  // of columns, that windows read
+        for (int64_t phase = 0; phase < s.stride_x; ++phase) {
+            if (s.reads_column(phase)) phases.push_back(phase);
+        }
+        // Of a single phase only its own columns are quantized, of several all columns.
+        const int64_t step = phases.size() == 1 ? s.stride_x : 1, first = step > 1 ? first_of(phases[0]) : 0;
+        const int64_t width = ceil_div(s.width - first, step);
+        if (width <= 0 || rows.empty()) return false;
+        const int64_t strip = std::min(std::max<int64_t>(1, STRIP / width), int64_t(rows.size())), size = strip * width;
+        // Not vectors, which would be filled with zeros first.
+        const std::unique_ptr<float[]> levels(new float[size_t(5 * size)]);
+        const std::unique_ptr<uint32_t[]> words(new uint32_t[size_t(size)]);
+        float* gathered = levels.get() + 4 * size;
         bool unknown = false;
-        for (int64_t y = 0; y < s.height; y += strip) {
-            if (!all && !s.reads_row((y + s.top) % s.stride_y)) continue;
-            const int64_t rows = std::min(strip, s.height - y);
+        for (int64_t i = 0; i < int64_t(rows.size()); i += strip) {
+            const int64_t high = std::min(strip, int64_t(rows.size()) - i);
+            const bool whole = step == 1 && rows[size_t(i + high - 1)] - rows[size_t(i)] == high - 1;
+            const float* channels[4] = {};
             for (int64_t c = 0; c < count; ++c) {
-                const float* channel = from + (c * s.height + y) * s.width;
-                fake.run(grid, {channel, nullptr, &levels[size_t(c * size)], F32, 0, rows * s.width, scale, inverse, false, 1, 0,
-                                false, false, nullptr});
+                const float* channel = from + c * s.height * s.width;
+                float* to = levels.get() + c * size;
+                channels[c] = to;
+                if (whole) quantize(channel + rows[size_t(i)] * s.width, high * width, to);
+                for (int64_t r = 0; r < high && !whole; ++r) {
+                    const float* row = channel + rows[size_t(i + r)] * s.width + first;
+                    if (step == 1) quantize(row, width, to + r * width);
+                    for (int64_t j = 0; j < width && step > 1; ++j) gathered[r * width + j] = row[j * step];
+                }
+                if (step > 1) quantize(gathered, high * width, to);
             }
-            for (int64_t r = 0; r < rows; ++r) {
-                const float* channels[4] = {};
-                for (int64_t c = 0; c < count; ++c) channels[c] = &levels[size_t(c * size + r * s.width)];
-                unknown |= kernels.interleave(channels, s.width, *inverse, shift, row.data());
-                place(row.data(), y + r + s.top, target);
+            unknown |= kernels.interleave(channels, high * width, *inverse, shift, words.get());
+            for (int64_t r = 0; r < high; ++r) {
+                const int64_t y = rows[size_t(i + r)] + s.top;
+                for (const int64_t phase : phases) place(words.get() + r * width, first, step, y, phase, target);
             }
         }
         return unknown;
+    }
+
+    void quantize(const float* from, int64_t count, float* to) const {
+        fake.run(grid, {from, nullptr, to, F32, 0, count, scale, inverse, false, 1, 0, false, false, nullptr});
+    }
+
+    // The first column of a phase that is not padding: (column + left) % stride is the phase.
+    int64_t first_of(int64_t phase) const { return (phase - s.left % s.stride_x + s.stride_x) % s.stride_x; }
+
+    // The words of a phase of a row, `y` below the top of the padding, out of columns first, first + step, ...
+    void place(const uint32_t* words, int64_t first, int64_t step, int64_t y, int64_t phase, uint32_t* target) const {
+        const int64_t column = first_of(phase), across = (column + s.left) / s.stride_x, apart = s.stride_x / step;
+        const int64_t count = std::min(ceil_div(s.width - column, s.stride_x), s.columns() - across);
+        target += (y % s.stride_y * s.stride_x + phase) * s.phase() + y / s.stride_y * s.columns() + across;
+        words += (column - first) / step;
+        if (apart == 1) std::copy_n(words, std::max<int64_t>(0, count), target);
+        else for (int64_t i = 0; i < count; ++i) target[i] = words[i * apart];
     }
 
     // Zeros everywhere, of which the rows of the input leave the padding.
@@ -94,21 +135,6 @@ struct Layout {
         for (int64_t phase = 0; phase < s.stride_y * s.stride_x; ++phase, target += s.phase()) {
             if (!s.reads_row(phase / s.stride_x) || !s.reads_column(phase % s.stride_x)) continue;
             std::fill_n(target, s.phase(), 0x01010101u * uint32_t(shift));
-        }
-    }
-
-    // The words of a row, `y` below the top of the padding, to their phases.
-    void place(const uint32_t* row, int64_t y, uint32_t* target) const {
-        const int64_t down = y / s.stride_y;
-        if (down >= s.rows()) return;  // windows end before
-        target += (y % s.stride_y) * s.stride_x * s.phase() + down * s.columns();
-        for (int64_t phase = 0; phase < s.stride_x; ++phase, target += s.phase()) {
-            if (!s.reads_column(phase)) continue;
-            // The first column of this phase that is not padding: (first + left) % stride is the phase.
-            const int64_t first = (phase - s.left % s.stride_x + s.stride_x) % s.stride_x;
-            const int64_t across = (first + s.left) / s.stride_x;
-            const int64_t count = std::min(ceil_div(s.width - first, s.stride_x), s.columns() - across);
-            for (int64_t i = 0; i < count; ++i) target[across + i] = row[first + i * s.stride_x];
         }
     }
 };
