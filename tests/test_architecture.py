@@ -18,6 +18,7 @@ EXTERNAL = {"numpy", "torch", "safetensors", "typer", "rich", "triton"} | set(sy
 EXTRAS = {
     "integrations": {"accelerate", "compressed_tensors", "huggingface_hub", "lightning", "transformers"},
     "cli": {"matplotlib"},
+    "compat": {"matplotlib"},
 }
 
 # Each part, and the other parts of narrowcast that it may import. Everything above integrations may be imported by it.

@@ -155,7 +155,7 @@ def arguments_of(operator: str, codec: Codec, device: str) -> tuple[object, ...]
 OF_CODECS = ["encode", "encode_", "decode", "decode_", "decode_sum", "decode_sum_"]
 OF_CODECS += ["decode_sum_encode", "decode_sum_encode_"]
 OPERATORS = [*OF_CODECS, "linear", "linear_backward"]
-ELSEWHERE = {"fake_quantize", "fake_quantize_backward", "integer_linear"}
+ELSEWHERE = {"fake_quantize", "fake_quantize_backward", "integer_linear", "integer_conv"}
 """Operators that tests/kernels/operators check."""
 
 

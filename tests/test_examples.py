@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from ports import free_port
 
@@ -120,6 +123,30 @@ def test_lightning_trains_with_the_callback() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr
     assert 5 < ratio(done.stdout.strip().splitlines()[-1]) < 7.6
+
+
+def test_a_checkpoint_of_the_papers_form_is_imported_packed_and_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    example = runpy.run_path(str(EXAMPLES / "apot_resnet20.py"))
+    torch.manual_seed(0)
+    network = example["ResNet20"]()
+    state = {f"module.{key}": value for key, value in network.state_dict().items()}
+    convolutions = [name for name, module in network.named_modules() if isinstance(module, torch.nn.Conv2d)]
+    for name in convolutions[1:]:
+        state[f"module.{name}.weight_quant.wgt_alpha"] = torch.tensor(2.0)
+        state[f"module.{name}.act_alpha"] = torch.tensor(1.5)
+    torch.save({"epoch": 1, "state_dict": state, "best_prec": 10.0}, tmp_path / "model_best.pth.tar")
+    batch = {b"data": np.random.default_rng(0).integers(0, 256, (20, 3072), np.uint8), b"labels": list(range(10)) * 2}
+    (tmp_path / "test_batch").write_bytes(pickle.dumps(batch))
+    options = [str(tmp_path / "model_best.pth.tar"), "--bits", "4", "--data", str(tmp_path), "--images", "20"]
+    monkeypatch.setattr(sys, "argv", ["apot_resnet20.py", *options])
+    runpy.run_path(str(EXAMPLES / "apot_resnet20.py"), run_name="__main__")
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("22 weights encoded: 1.08 MB -> ")
+    same = int(said[1].split(" of 20 images")[0].rsplit(maxsplit=1)[1])
+    assert same >= 18  # a number within rounding of a threshold may go to the other level
+    assert [line.split(":")[0] for line in said[2:]] == ["as trained", "packed"]
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

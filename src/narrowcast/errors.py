@@ -25,6 +25,22 @@ class ShapeError(NarrowcastError, ValueError):
     """A tensor has the wrong shape, device or layout for the call."""
 
 
+class UnsupportedError(SpecError, RuntimeError):
+    """`auto_quantize` does not know a collective or type. PyTorch's raises a RuntimeError, hence the second base."""
+
+
+class NoTensorError(DtypeError, RuntimeError):
+    """Something else than a tensor of numbers was given, for which PyTorch's `auto_quantize` raises a RuntimeError."""
+
+
+class MatrixError(ShapeError, AssertionError):
+    """A matrix was expected. PyTorch's `LinearAPoT` asserts it, hence the second base."""
+
+
+class CheckedStepError(SpecError, AssertionError):
+    """A step lies beyond the last one. PyTorch's AdaRound asserts it, hence the second base."""
+
+
 class PayloadError(NarrowcastError, ValueError):
     """Encoded bytes do not fit the codec, shape or dtype they come with."""
 

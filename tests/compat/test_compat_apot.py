@@ -26,6 +26,7 @@ from narrowcast.compat.apot import (
     fake_quantize_function,
     float_to_apot,
     legacy,
+    linear,
     quant_dequant_APoT,
     quant_dequant_util,
     quantize_APoT,
@@ -381,7 +382,8 @@ def test_legacy_multiplies_by_codes_as_pytorchs_test_linear_wants() -> None:
         activation = torch.randint(0, 255, (4, 3)).float()
         codes, _ = quantized(weight, b, k, False)
         expected = (activation.long() @ codes.long().t()).float()
-        for layer in (LinearAPoT(weight, b, k, legacy=True), legacy.LinearAPoT(weight, b, k)):
+        made = LinearAPoT(weight, b, k, legacy=True), legacy.LinearAPoT(weight, b, k), linear.LinearAPoT(weight, b, k)
+        for layer in made:
             assert torch.equal(layer(activation), expected)
             assert torch.equal(layer(activation + 0.5), expected)  # it takes whole parts
         assert not torch.allclose(LinearAPoT(weight, b, k)(activation), expected)
@@ -419,8 +421,11 @@ def test_zero_weights_and_integer_activations() -> None:
         ("observer", ["APoTObserver"]),
         ("fake_quantize", ["APoTFakeQuantize"]),
         ("fake_quantize_function", ["fake_quantize_function"]),
-        ("linear", ["LinearAPoT"]),
         ("qconfig", ["apot_qconfig_4bit", "apot_weight_qconfig_8bit", "uniform_qconfig_8bit"]),
+        ("qconfig", ["default_symmetric_fake_quant", "default_weight_symmetric_fake_quant"]),
+        ("adaround_loss", ["AdaptiveRoundingLoss"]),
+        ("adaround_fake_quantize", ["AdaroundFakeQuantizer"]),
+        ("adaround_optimization", ["AdaptiveRoundingOptimizer"]),
     ],
 )
 def test_pytorchs_files_have_their_names_here(file: str, names: list[str]) -> None:

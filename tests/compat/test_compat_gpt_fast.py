@@ -20,7 +20,7 @@ from narrowcast.compat.gpt_fast import (
     dynamically_quantize_per_channel,
     replace_linear_weight_only_int8_per_channel,
 )
-from narrowcast.errors import DtypeError, QuantizeError, ShapeError, SpecError
+from narrowcast.errors import DtypeError, PayloadError, QuantizeError, ShapeError, SpecError
 
 
 @pytest.fixture(autouse=True)
@@ -374,3 +374,58 @@ def test_wrong_arguments_are_refused() -> None:
         WeightOnlyInt8Linear(5, 3)(torch.ones(4))
     with pytest.raises(DtypeError, match=r"indices in int32 or int64, got float32"):
         converted(Tied()).embedding(torch.ones(1))
+
+
+# -- parts of a layer, as gpt-fast's tp.py cuts them ------------------------------------------------------------------
+
+
+def test_parts_of_layers_are_assigned_as_tensor_parallelism_does_and_add_up() -> None:
+    whole = WeightOnlyInt8Linear(16, 12, bias=False)
+    x = torch.randn(3, 16)
+    codes, scales, _ = dynamically_quantize_per_channel(torch.randn(12, 16), -128, 127, torch.int8)
+    whole.load_state_dict({"weight": codes, "scales": scales})
+    outputs, sums = [], []
+    for rank in range(2):
+        by_row, by_column = copy.deepcopy(whole), copy.deepcopy(whole)
+        by_row.scales = by_row.scales.tensor_split(2)[rank]  # the order of tp.py: scales, weight, features
+        assert len(by_row.scales) == 6
+        with pytest.raises(ShapeError, match="scales: 6 of them were assigned, and weight has 12 rows"):
+            by_row(x)
+        with pytest.raises(ShapeError, match="scales: 6 of them"):
+            by_row.state_dict()
+        by_row.weight = nn.Parameter(by_row.weight.tensor_split(2)[rank], requires_grad=False)
+        by_row.out_features //= 2
+        outputs.append(by_row(x))
+        assert sorted(by_row.state_dict()) == ["scales", "weight"]
+        by_column.weight = nn.Parameter(by_column.weight.tensor_split(2, 1)[rank], requires_grad=False)
+        by_column.in_features //= 2
+        sums.append(by_column(x.tensor_split(2, 1)[rank]))
+    assert torch.equal(torch.cat(outputs, 1), whole(x))
+    torch.testing.assert_close(sum(sums), whole(x), rtol=1e-5, atol=1e-5)
+
+
+def test_assigning_what_cannot_be_a_weight_or_its_scales_is_refused_and_changes_nothing() -> None:
+    layer = WeightOnlyInt8Linear(4, 6)
+    layer.weight = torch.ones(6, 4, dtype=torch.int64)
+    before = layer.state_dict()
+    for name, value, error in [
+        ("weight", torch.full((6, 4), 300), PayloadError),
+        ("weight", torch.full((6, 4), -129), PayloadError),
+        ("weight", torch.ones(6, 4), ShapeError),
+        ("weight", torch.ones(5, 4, dtype=torch.int8), ShapeError),
+        ("weight", torch.ones(3, 4, dtype=torch.int8), ShapeError),
+        ("weight", torch.ones(24, dtype=torch.int8), ShapeError),
+        ("weight", [[1]], ShapeError),
+        ("scales", torch.ones(4), ShapeError),
+        ("scales", torch.ones(12), ShapeError),
+        ("scales", torch.ones(6, 1), ShapeError),
+        ("scales", torch.ones(6, dtype=torch.int64), ShapeError),
+        ("scales", torch.ones(0), ShapeError),
+        ("scales", 1.0, ShapeError),
+    ]:
+        with pytest.raises(error, match=f"^{name}: "):
+            setattr(layer, name, value)
+        assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items()), (name, value)
+    layer.scales = torch.ones(3)  # waits for its rows
+    layer.scales = torch.full((6,), 2.0)  # or is given up
+    assert layer(torch.ones(4)).tolist() == [8.0] * 6

@@ -109,7 +109,31 @@ def call(name: str, rank: int, collective: Callable[..., Any], **options: Any) -
     return [received]
 
 
+def other_dtypes(rank: int) -> None:
+    """Integers, and inputs and outputs of several dtypes, as PyTorch's takes them."""
+    for async_op in (False, True):
+        outputs = [torch.full((2, 3), -1) for _ in range(3)]
+        work = auto_quantize(dist.all_gather, DQuantType.FP16, 0.5)(
+            outputs, torch.full((2, 3), rank), async_op=async_op
+        )
+        if async_op:
+            work.wait()
+        assert [output.unique().tolist() for output in outputs] == [[0], [2], [4]]
+        assert {output.dtype for output in outputs} == {torch.int64}
+        x, halves = sample(rank, 4), [torch.zeros(4, dtype=torch.float16) for _ in range(3)]
+        auto_quantize(dist.all_gather, DQuantType.FP16)(halves, x)
+        assert [half.dtype for half in halves] == [torch.float16] * 3
+        assert all(torch.equal(half, sample(peer, 4).half()) for peer, half in enumerate(halves))
+        small = torch.full((5,), 100, dtype=torch.int8)
+        auto_quantize(dist.all_reduce, "fp16")(small)
+        assert small.tolist() == [127] * 5  # 300 is the nearest there is
+        single = torch.zeros(3, dtype=torch.int32)
+        auto_quantize(dist.all_to_all_single, "bfp16")(single, torch.arange(3) + 10 * rank)
+        assert single.tolist() == [rank, 10 + rank, 20 + rank]
+
+
 def all_of_them(rank: int) -> None:
+    other_dtypes(rank)
     for name in NAMES:
         expected = call(name, rank, getattr(ncd, name), codec="int4")
         for func in (getattr(dist, name), getattr(ncd, name)):
@@ -144,13 +168,13 @@ def test_a_quantized_collective_looks_like_the_one_it_stands_for(func: Callable[
 
 @pytest.mark.parametrize("qtype", [DQuantType.BFP16, "bfp16", "bf16", nc.codec("bf16"), {"name": "bf16"}])
 def test_a_qtype_is_a_dquanttype_or_whatever_names_a_codec(qtype: Any) -> None:
-    assert ours._codec(qtype) == nc.codec("bf16")
+    assert ours.codec_of(qtype) == nc.codec("bf16")
 
 
 def test_pytorchs_own_dquanttype_is_understood() -> None:
     from torch.distributed.algorithms._quantization import quantization as theirs
 
-    assert [ours._codec(qtype).spec for qtype in theirs.DQuantType] == ["fp16", "bf16"]
+    assert [ours.codec_of(qtype).spec for qtype in theirs.DQuantType] == ["fp16", "bf16"]
 
 
 # -- asynchronous, and in groups ---------------------------------------------------------------------------------------
@@ -220,8 +244,9 @@ def test_what_the_librarys_own_collectives_take_besides_is_passed_on() -> None:
 def test_a_function_that_is_no_collective_of_ours_is_refused_with_a_list_of_those(func: Any) -> None:
     with pytest.raises(
         errors.SpecError, match=r"func=.*all_reduce, all_gather.*irecv.*functional.*auto_quantize\(dist"
-    ):
+    ) as refused:
         auto_quantize(func, DQuantType.FP16)
+    assert isinstance(refused.value, RuntimeError)  # as PyTorch documents it
 
 
 def test_functions_of_the_same_name_that_take_other_arguments_are_refused() -> None:
@@ -310,6 +335,12 @@ def test_conversions_refuse_what_they_cannot_take_in_words_that_help() -> None:
         ours._dequantize_tensor_list([torch.ones(1).half(), torch.ones(1).long()], DQuantType.FP16)
     with pytest.raises(errors.SpecError, match=r"qtype=int8: these functions give 16 bits.*narrowcast\.encode"):
         ours._quantize_tensor(torch.ones(3), "int8")
+    for wrong in (lambda: ours._quantize_tensor("x", "fp16"), lambda: ours._quantize_tensor(torch.ones(1), "int8")):
+        with pytest.raises(RuntimeError):
+            wrong()
+    with pytest.raises(RuntimeError, match=r"tensor: expected floats or integers, got torch\.bool"):
+        ours._quantize_tensor(torch.ones(3).bool(), DQuantType.FP16)
+    assert ours._quantize_tensor(torch.tensor([3, -70000]), DQuantType.FP16).tolist() == [3.0, -65504.0]
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

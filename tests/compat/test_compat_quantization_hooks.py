@@ -127,8 +127,12 @@ def blocks_of_128(rank: int, world: int) -> Tensor:
     return in_blocks_of(rank, 128)
 
 
-def blocks_of_100(rank: int, world: int) -> Tensor:
-    return in_blocks_of(rank, 100)
+def blocks_of_any_size(rank: int, world: int) -> dict[int, Tensor]:
+    return {size: in_blocks_of(rank, size) for size in (100, 3, 1, 10**9)}
+
+
+def blocks_of_nothing(rank: int, world: int) -> Tensor:
+    return in_blocks_of(rank, 0)
 
 
 def tiny(rank: int, world: int) -> list[Tensor]:
@@ -161,8 +165,8 @@ def pytorchs_perchannel(rank: int, world: int) -> None:
 
 
 SCENES: dict[int, list[Callable[[int, int], Any]]] = {
-    1: [exact, blocks_of_100],
-    2: [exact, registered_by_type, blocks_of_128, tiny, with_an_infinity, outside_of_the_group],
+    1: [exact, blocks_of_nothing],
+    2: [exact, registered_by_type, blocks_of_128, blocks_of_any_size, tiny, with_an_infinity, outside_of_the_group],
     3: [exact, many_buckets, counted],
 }
 
@@ -222,11 +226,33 @@ def test_a_bucket_size_is_the_block_of_the_codec(played: Played) -> None:
     assert all(torch.equal(found, expected) for found in played(2, blocks_of_128))
 
 
-def test_a_bucket_size_that_no_codec_has_is_refused_by_its_name(played: Played) -> None:
-    (error,) = played(1, blocks_of_100)
+def test_a_bucket_size_of_any_number_shares_a_scale_among_no_more(played: Played) -> None:
+    everyone = [sample(peer, 1000) for peer in range(2)]
+    one, other = played(2, blocks_of_any_size)
+    for size, found in one.items():
+        assert torch.equal(found, other[size])
+        # A code is half a step from a number at most, twice; a step is the range of its block over 255, stretched to 0.
+        blocks = torch.stack(everyone).abs().amax(0)
+        bound = 2 * 2 * float(blocks.max()) / 255
+        assert float((found - sum(everyone) / 2).abs().max()) <= bound
+    exact = sum(everyone) / 2
+    errors_of = {size: float((found - exact).square().mean()) for size, found in one.items()}
+    assert errors_of[1] < errors_of[3] < errors_of[100]
+    expected = model.all_reduce(nc.codec("int8:block=96,zero_point=true"), everyone, 2)
+    assert torch.equal(one[100], expected)  # the next smaller block
+
+
+def test_a_bucket_size_that_is_none_is_refused_by_its_name(played: Played) -> None:
+    (error,) = played(1, blocks_of_nothing)
     assert isinstance(error, errors.SpecError)
-    assert "bucket_size=100: " in str(error)
-    assert "multiple of 8" in str(error)
+    assert "bucket_size=0: " in str(error)
+
+
+def test_the_list_for_a_gather_has_a_tensor_for_each_rank() -> None:
+    like = torch.ones(2, 3, dtype=torch.uint8)
+    found = ours._get_allgather_out_list(like, 3)
+    assert [(each.dtype, each.tolist()) for each in found] == [(torch.uint8, [[0] * 3] * 2)] * 3
+    assert len({each.data_ptr() for each in found}) == 3
 
 
 def test_a_hook_with_a_group_that_the_rank_is_not_in_says_so(played: Played) -> None:

@@ -12,6 +12,9 @@ checkpoints written there load here. What differs:
 - A row that holds an infinity or a NaN gets the scale NaN, so that all of it decodes to NaN; a state dict of such
   weights is refused. Layers whose names match a regular expression in `skip` stay as they are.
 
+`weight` and `scales` take assignments, those of a rank's part of a layer, too: gpt-fast's tp.apply_tp runs on them.
+A length that no part has, and codes beyond -128 to 127, are refused.
+
 Scales are at least 1.2e-7, as they are there: rows that small lose digits. "int8:block=row" itself has no such floor.
 """
 
@@ -66,7 +69,7 @@ class WeightOnlyInt8Linear(Int8Weight):
         self.bias_optional = True
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear_on_rows(input, self.rows.data, CODEC, self.in_features, self.bias)
+        return linear_on_rows(input, self.ready_rows(), CODEC, self.rows.numel, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -80,7 +83,7 @@ class WeightOnlyInt8Embedding(Int8Weight):
     embedding_dim: int
 
     def forward(self, input: Tensor) -> Tensor:
-        return look_up_rows(input, self.rows.data.detach(), CODEC, self.embedding_dim, self.rows.dtype)
+        return look_up_rows(input, self.ready_rows().detach(), CODEC, self.rows.numel, self.rows.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"

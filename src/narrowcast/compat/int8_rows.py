@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from narrowcast.codecs import checks
 from narrowcast.codecs import codec as as_codec
-from narrowcast.errors import ShapeError
+from narrowcast.errors import PayloadError, ShapeError
 from narrowcast.nn.modules.base import Encoded, begin, keep_dtype, set_float_dtype
 from narrowcast.nn.state import ASSIGN
 
@@ -44,6 +44,32 @@ def dynamically_quantize_per_channel(
     codes.masked_fill_(wrong.unsqueeze(-1), 0)
     scales.masked_fill_(wrong, torch.nan)
     return codes.to(target_dtype), scales, torch.zeros_like(scales, dtype=torch.int64)
+
+
+def as_codes(codes: object, shape: torch.Size) -> Tensor:
+    """int8 codes [out, in] that are assigned to a layer of this shape, or why they are none."""
+    if not isinstance(codes, Tensor) or codes.dim() != 2 or codes.is_floating_point() or codes.is_complex():
+        raise ShapeError(
+            f"weight: expected codes of -128 to 127, [out, in], got {_described(codes)}. "
+            "dynamically_quantize_per_channel makes codes and scales of floats; load_state_dict takes floats, too."
+        )
+    if any(whole % part if part else whole for whole, part in zip(shape, codes.shape, strict=True)):
+        raise ShapeError(
+            f"weight: expected {list(shape)}, or for a part of the layer a divisor of each, got {list(codes.shape)}."
+        )
+    codes = codes.detach()
+    if codes.dtype != torch.int8 and not codes.is_meta and codes.numel():
+        low, high = (int(value) for value in torch.aminmax(codes))
+        if low < -128 or high > 127:
+            raise PayloadError(
+                f"weight: it holds numbers from {low} to {high}, and codes are -128 to 127. Others would wrap around: "
+                "divide by the scales first, as dynamically_quantize_per_channel does."
+            )
+    return codes.to(torch.int8)
+
+
+def _described(value: object) -> str:
+    return checks.describe(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 # -- what layers hold ------------------------------------------------------------------------------------------------
@@ -139,33 +165,77 @@ class Int8Weight(Encoded):
         begin(self, self.float_class, rows.dtype)
         self.rows = rows
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("weight", "scales") and "rows" in self._modules:
+            # nn.Module would register a Parameter under the name, beside the rows that are multiplied.
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     @property
     def weight(self) -> Tensor:
-        """The codes, int8 [out, in]: a view, strided."""
+        """The codes, int8 [out, in]: a view, strided.
+
+        Codes of another size may be assigned, together with as many scales: a rank's part of a layer, as gpt-fast's
+        tp.py cuts it. The layer then holds rows of its own, and its tied ones keep theirs.
+        """
         return self.rows.codes()
 
     @weight.setter
     def weight(self, codes: Tensor) -> None:
-        self.rows.write(codes.to(torch.int8), self.rows.scales())
+        codes = as_codes(codes, self.rows.codes().shape)
+        scales = self.scales
+        if len(codes) != len(scales):
+            raise ShapeError(
+                f"weight: it has {len(codes)} rows, and there are {len(scales)} scales, one for each. Assign the "
+                f"scales of its rows first: layer.scales = ..., then layer.weight = ..., as gpt-fast's tp.py does."
+            )
+        if codes.shape != self.rows.codes().shape:
+            self.rows = Int8Rows(codes.shape[0], codes.shape[1], codes.device, self.rows.dtype)
+        vars(self).pop("_waiting_scales", None)
+        self.rows.write(codes, scales)
 
     @property
     def scales(self) -> Tensor:
         """[out], in the model's dtype."""
-        return self.rows.scales()
+        waiting: Tensor | None = vars(self).get("_waiting_scales")
+        return self.rows.scales() if waiting is None else waiting
 
     @scales.setter
     def scales(self, scales: Tensor) -> None:
-        self.rows.write(self.rows.codes(), scales)
+        rows = len(self.rows.codes())
+        count = scales.numel() if isinstance(scales, Tensor) and scales.dim() == 1 else 0
+        if not count or rows % count or not scales.is_floating_point():
+            raise ShapeError(
+                f"scales: expected a float for each of the {rows} rows of weight, got {_described(scales)}. (For a "
+                f"part of a layer, first the scales of so many rows, a divisor of {rows}, then their weight.)"
+            )
+        vars(self).pop("_waiting_scales", None)
+        if count == rows:
+            self.rows.write(self.rows.codes(), scales.detach())
+        else:  # a rank's part: its codes come next
+            vars(self)["_waiting_scales"] = scales.detach().to(self.rows.dtype)
+
+    def ready_rows(self) -> Tensor:
+        """The rows to multiply with; refused while scales wait for a weight that they fit."""
+        waiting: Tensor | None = vars(self).get("_waiting_scales")
+        if waiting is not None:
+            raise ShapeError(
+                f"scales: {len(waiting)} of them were assigned, and weight has {len(self.rows.codes())} rows, one for "
+                f"each. Assign the {len(waiting)} rows they belong to, as gpt-fast's tp.py does, or as many scales."
+            )
+        return self.rows.data
 
     def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight as floats, in `dtype` or the model's."""
-        return CODEC.decode(self.rows.data.detach(), self.rows.numel, dtype or self.rows.dtype)
+        return CODEC.decode(self.ready_rows().detach(), self.rows.numel, dtype or self.rows.dtype)
 
     def _leave(self) -> None:
         self._parameters["weight"] = self.rows.as_floats()
         del self._modules["rows"]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.ready_rows()
         destination[prefix + "weight"], destination[prefix + "scales"] = self.weight, self.scales
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -187,6 +257,7 @@ class Int8Weight(Encoded):
         if wrong:
             error_msgs.append(wrong)
             return
+        vars(self).pop("_waiting_scales", None)
         self.rows.load(weight, scales, assign)
         set_float_dtype(self, self.rows.dtype)
 

@@ -5,7 +5,8 @@
 
 `auto_quantize` finds the collective of `narrowcast.distributed` that stands for a function of torch.distributed, and
 gives it a codec; nothing is quantized here. Results are written into the caller's tensors, in their own dtype. What a
-rank sends to itself alone, and everything in a group of one rank, stays exact.
+rank sends to itself alone, and everything in a group of one rank, stays exact. Integers travel as floats, and arrive as
+the nearest integers; tensors of several dtypes, an fp32 input for fp16 results, travel as the widest of them.
 
 FP16 saturates finite values at +-65504, and BFP16 is bfloat16: both round half to even, and keep infinities and NaN.
 (PyTorch's FP16 makes +-65504 of infinities. Its BFP16 rounds half away from zero, so that exact ties may differ in the
@@ -21,8 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,30 +31,37 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from narrowcast import distributed as ncd
-from narrowcast.codecs import Codec, checks
-from narrowcast.codecs import codec as as_codec
+from narrowcast.compat.half_precision import (
+    TORCH_HALF_MAX,
+    TORCH_HALF_MIN,
+    DQuantType,
+    QType,
+    _dequantize_tensor,
+    _dequantize_tensor_list,
+    _fp32_to_fp16_with_clamp,
+    _quantize_tensor,
+    _quantize_tensor_list,
+    as_floats,
+    as_loss,
+    codec_of,
+)
 from narrowcast.distributed.entry import uncompiled
 from narrowcast.distributed.transport.work import StreamWork
-from narrowcast.errors import DtypeError, SpecError
+from narrowcast.errors import SpecError, UnsupportedError
 
-TORCH_HALF_MIN = torch.finfo(torch.float16).min
-TORCH_HALF_MAX = torch.finfo(torch.float16).max
-
-
-class DQuantType(Enum):
-    """The two formats that PyTorch's `auto_quantize` knows. `DQuantType("fp16")` and `str()` are inverses."""
-
-    FP16 = "fp16"
-    BFP16 = "bfp16"
-
-    def __str__(self) -> str:
-        return self.value
-
+__all__ = [
+    "TORCH_HALF_MAX",
+    "TORCH_HALF_MIN",
+    "DQuantType",
+    "_dequantize_tensor",
+    "_dequantize_tensor_list",
+    "_fp32_to_fp16_with_clamp",
+    "_quantize_tensor",
+    "_quantize_tensor_list",
+    "auto_quantize",
+]
 
 Collective = Callable[..., Any]
-QType = DQuantType | str | Codec | Mapping[str, Any]
-
-_CODECS = {DQuantType.FP16: "fp16", DQuantType.BFP16: "bf16"}
 _COLLECTIVES = {
     **{name: name for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter")},
     **{name: name for name in ("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "broadcast")},
@@ -81,7 +88,7 @@ def auto_quantize(func: Collective, qtype: QType, quant_loss: float | Tensor | N
         `in_splits`, as PyTorch's does), and returns what it returns: a `Work` where `async_op=True`.
     """
     name, ours = _ours(func)
-    codec, loss = _codec(qtype), _loss(quant_loss)
+    codec, loss = codec_of(qtype), as_loss(quant_loss)
     signature = inspect.signature(func)
     out_of_place = ours in _functional()
 
@@ -89,13 +96,16 @@ def auto_quantize(func: Collective, qtype: QType, quant_loss: float | Tensor | N
     @uncompiled
     def collective(*args: Any, **kwargs: Any) -> Any:
         call = _bind(signature, name, args, kwargs)
+        pairs = [] if out_of_place else _with_one_dtype(call)
 
         def make() -> Any:  # torch and this library agree on the order of arguments, and not on all of their names
             return ours(*call.args, **{**call.kwargs, "codec": codec})
 
-        if loss is None:
+        if loss is None and not pairs:
             return make()
-        return make() / loss if out_of_place else _make_and_divide(name, make, call, loss)
+        if out_of_place:
+            return make() / loss
+        return _make_then(name, make, call, functools.partial(_finish, _results(call), pairs, loss))
 
     return collective
 
@@ -115,7 +125,7 @@ def _ours(func: object) -> tuple[str, Collective]:
     for ours in _functional():
         if func is ours:
             return ours.__name__, ours
-    raise SpecError(
+    raise UnsupportedError(
         f"func={getattr(func, '__qualname__', func)!s}: not a collective that can travel quantized. There are: "
         f"{', '.join(name for name in _COLLECTIVES if hasattr(dist, name))} of torch.distributed, the same of "
         f"narrowcast.distributed, and {', '.join(_FUNCTIONAL)} of narrowcast.distributed.functional. Pass the function "
@@ -149,22 +159,53 @@ def _bind(
     return call
 
 
-# -- quant_loss --------------------------------------------------------------------------------------------------------
+# -- what follows a collective: other dtypes, and quant_loss -----------------------------------------------------------
 
 
-def _make_and_divide(
-    name: str, make: Callable[[], Any], call: inspect.BoundArguments, loss: float | Tensor
-) -> ncd.Work | int | None:
-    """A collective whose results are divided by `loss`. Those are in its first argument."""
+def _with_one_dtype(call: inspect.BoundArguments) -> list[tuple[Tensor, Tensor]]:
+    """Put floats of one dtype in the place of a call's tensors, where they are integers or differ.
+
+    Returns the results as the caller has them, each with what stands in for it: they are written at the end.
+    """
+    lists = {name: value for name, value in call.arguments.items() if _holds_tensors(value)}
+    tensors = [tensor for value in lists.values() for tensor in ([value] if isinstance(value, Tensor) else value)]
+    dtypes = {tensor.dtype for tensor in tensors}
+    if not tensors or (len(dtypes) == 1 and tensors[0].is_floating_point()):
+        return []
+    dtype = functools.reduce(torch.promote_types, (as_floats(tensor, "tensor").dtype for tensor in tensors))
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for place, (name, value) in enumerate(lists.items()):
+        own = [value] if isinstance(value, Tensor) else list(value)
+        floats = [tensor.detach().to(dtype) for tensor in own]
+        call.arguments[name] = floats[0] if isinstance(value, Tensor) else floats
+        if place == 0:
+            pairs = list(zip(own, floats, strict=True))
+    return pairs
+
+
+def _holds_tensors(value: object) -> bool:
+    return isinstance(value, Tensor) or (
+        isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(each, Tensor) for each in value)
+    )
+
+
+def _results(call: inspect.BoundArguments) -> list[Tensor]:
+    """The results of a collective, which are in its first argument."""
     first = call.args[0]
-    results = list(first) if isinstance(first, Sequence) else [first]
-    done = make()
+    return list(first) if isinstance(first, Sequence) else [first]
+
+
+def _make_then(
+    name: str, make: Callable[[], Any], call: inspect.BoundArguments, finish: Callable[[], None]
+) -> ncd.Work | int | None:
+    """A collective, and what is to be done with its results."""
+    results, done = _results(call), make()
     if name in ("send", "isend"):
         return done  # type: ignore[no-any-return]
     if name == "irecv" or call.arguments.get("async_op"):
-        return None if done is None else _divided(name, done, results, loss)
+        return None if done is None else _then(name, done, results, finish)
     if _takes_part(call.arguments["group"]):
-        _divide(results, loss)
+        finish()
     return done  # type: ignore[no-any-return]
 
 
@@ -173,12 +214,12 @@ def _takes_part(group: dist.ProcessGroup | DeviceMesh | None) -> bool:
     return group.get_coordinate() is not None if isinstance(group, DeviceMesh) else dist.get_rank(group) != -1
 
 
-def _divided(name: str, work: ncd.Work, results: list[Tensor], loss: float | Tensor) -> ncd.Work:
-    """A `Work` that is done once the results of `work` have been divided: on the thread or stream that finished it."""
+def _then(name: str, work: ncd.Work, results: list[Tensor], finish: Callable[[], None]) -> ncd.Work:
+    """A `Work` that is done once `finish` was called, on the thread or stream that finished `work`."""
 
     def job() -> list[Tensor]:
         work.result()  # it is done: this raises what went wrong, and waits for nothing but a stream
-        _divide(results, loss)
+        finish()
         return results
 
     then: ncd.Work
@@ -190,91 +231,14 @@ def _divided(name: str, work: ncd.Work, results: list[Tensor], loss: float | Ten
     return then
 
 
-def _divide(tensors: Sequence[Tensor], loss: float | Tensor) -> None:
-    for tensor in tensors:
-        tensor.detach().div_(loss)
-
-
-def _loss(value: object) -> float | Tensor | None:
-    if value is None or isinstance(value, Tensor):
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value == 0:
-        raise SpecError(
-            f"quant_loss={value!r}: results are divided by it, so it is a finite number other than 0, or None. "
-            "Pass 1.02 where they come out 2% too large."
-        )
-    return float(value)
-
-
-# -- PyTorch's own conversions -----------------------------------------------------------------------------------------
-
-
-def _fp32_to_fp16_with_clamp(tensor: Tensor) -> Tensor:
-    """`tensor` as float16: finite values saturate at TORCH_HALF_MIN and TORCH_HALF_MAX, others stay what they are."""
-    return _half_bits(tensor, "fp16")
-
-
-def _quantize_tensor(tensor: Tensor, qtype: QType) -> Tensor:
-    """`tensor` in 16 bits, in its own shape: float16, for BFP16 as the bits of bfloat16 under that dtype."""
-    return _half_bits(tensor, _CODECS[_half_type(qtype)])
-
-
-def _quantize_tensor_list(tensor_list: Sequence[Tensor], qtype: QType) -> list[Tensor]:
-    return [_quantize_tensor(tensor, qtype) for tensor in _listed(tensor_list)]
-
-
-def _dequantize_tensor(tensor: Tensor, qtype: QType, quant_loss: float | Tensor | None = None) -> Tensor:
-    """What `_quantize_tensor` was given, in float32, divided by `quant_loss`."""
-    kind, loss = _half_type(qtype), _loss(quant_loss)
-    checks.float_rows(tensor, "tensor")
-    if tensor.dtype != torch.float16:
-        raise DtypeError(f"tensor: expected float16, got {tensor.dtype}. Pass what _quantize_tensor returned.")
-    value = (tensor if kind is DQuantType.FP16 else tensor.view(torch.bfloat16)).float()
-    return value if loss is None else value / loss
-
-
-def _dequantize_tensor_list(
-    tensor_list: Sequence[Tensor], qtype: QType, quant_loss: float | Tensor | None = None
-) -> list[Tensor]:
-    return [_dequantize_tensor(tensor, qtype, quant_loss) for tensor in _listed(tensor_list)]
-
-
-def _half_bits(tensor: Tensor, name: str) -> Tensor:
-    checks.float_rows(tensor, "tensor")
-    data = as_codec(name).encode(tensor.reshape(1, -1))[0]  # codes, then padding
-    return data[: 2 * tensor.numel()].view(torch.float16).view(tensor.shape)
-
-
-def _listed(tensor_list: Sequence[Tensor]) -> Sequence[Tensor]:
-    if not isinstance(tensor_list, (list, tuple)):
-        raise DtypeError(f"tensor_list: expected a list of tensors, got {type(tensor_list).__name__}.")
-    for index, tensor in enumerate(tensor_list):
-        checks.float_rows(tensor, f"tensor_list[{index}]")
-    return tensor_list
-
-
-# -- qtype -------------------------------------------------------------------------------------------------------------
-
-
-def _half_type(qtype: QType) -> DQuantType:
-    kind = _as_type(qtype)
-    if kind is None:
-        raise SpecError(
-            f"qtype={qtype!s}: these functions give 16 bits an element, for DQuantType.FP16 and DQuantType.BFP16. For "
-            "other codecs there are narrowcast.encode(x, codec) and narrowcast.decode(payload)."
-        )
-    return kind
-
-
-def _codec(qtype: QType) -> Codec:
-    kind = _as_type(qtype)
-    try:
-        return as_codec(qtype if kind is None else _CODECS[kind])  # type: ignore[arg-type]  # refused there
-    except SpecError as error:
-        raise SpecError(f"qtype: expected DQuantType.FP16, DQuantType.BFP16, or a codec. {error}") from error
-
-
-def _as_type(qtype: object) -> DQuantType | None:
-    """The `DQuantType` that is meant, PyTorch's own members included; None where it is none."""
-    name = qtype.name if isinstance(qtype, Enum) else qtype.upper() if isinstance(qtype, str) else ""
-    return DQuantType.__members__.get(name)
+def _finish(results: list[Tensor], pairs: list[tuple[Tensor, Tensor]], loss: float | Tensor | None) -> None:
+    """Divide results by the loss, and write those that stand in for others where they belong."""
+    for result in results:
+        if loss is not None:
+            result.detach().div_(loss)
+    for own, floats in pairs:
+        if not own.is_floating_point():  # the nearest integer there is
+            limits = torch.iinfo(own.dtype)
+            highest = math.nextafter(float(limits.max), 0.0) if float(limits.max) > limits.max else limits.max
+            floats = floats.double().round_().clamp_(limits.min, highest)
+        own.detach().copy_(floats)

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms import ddp_comm_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
@@ -42,6 +43,9 @@ from narrowcast import distributed as ncd
 from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.errors import CollectiveError, ShapeError, SpecError
+
+LARGEST_BLOCK = 65536
+"""Elements that share a scale at most."""
 
 _TILE = 1 << 18
 """Elements that are converted at a time on a CPU, so that intermediate results stay in a core's cache."""
@@ -59,14 +63,25 @@ def quantization_perchannel_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a DDP bucket over the ranks in uint8, with a scale and zero point for every `bucket_size` elements.
 
-    `bucket_size` is a multiple of 8, up to 65536. To register another than 512, wrap the hook in a `def` with DDP's two
-    arguments: DDP does not take a `functools.partial`.
+    To register another size than 512, wrap the hook in a `def` with DDP's two arguments: DDP does not take a
+    `functools.partial`. Codecs have blocks of multiples of 8, up to 65536. Of other sizes the next smaller one is
+    taken, and below 8 each `bucket_size` elements travel with zeros behind them: no scale is ever shared by more.
     """
-    try:
-        codec = as_codec({"name": "int8", "block": bucket_size, "zero_point": True})
-    except SpecError as error:
-        raise SpecError(f"bucket_size={bucket_size!r}: how many elements share a scale. {error}") from error
-    return _average(process_group, bucket, codec)
+    if isinstance(bucket_size, bool) or not isinstance(bucket_size, int) or bucket_size < 1:
+        raise SpecError(f"bucket_size={bucket_size!r}: how many elements share a scale, a whole number from 1 on.")
+    block = min(max(bucket_size // 8 * 8, 8), LARGEST_BLOCK)
+    codec = as_codec({"name": "int8", "block": block, "zero_point": True})
+    if bucket_size >= 8:
+        return _average(process_group, bucket, codec)
+    gradient = bucket.buffer()
+    filled = F.pad(gradient, (0, -len(gradient) % bucket_size)).view(-1, bucket_size)
+    blocks = F.pad(filled, (0, 8 - bucket_size)).flatten()
+
+    def unfilled(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        averages = done.value()[0].view(-1, 8)[:, :bucket_size].reshape(-1)
+        return gradient.copy_(averages[: len(gradient)])
+
+    return _started(process_group, blocks, codec).get_future().then(unfilled)
 
 
 def register_ddp_comm_hook(
@@ -92,16 +107,25 @@ _HOOKS = {
 def _average(
     group: dist.ProcessGroup | None, bucket: dist.GradBucket, codec: Codec
 ) -> torch.futures.Future[torch.Tensor]:
-    work = ncd.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group, async_op=True, codec=codec)
+    return _started(group, bucket.buffer(), codec).get_future().then(lambda done: done.value()[0])
+
+
+def _started(group: dist.ProcessGroup | None, gradient: Tensor, codec: Codec) -> ncd.Work:
+    work = ncd.all_reduce(gradient, dist.ReduceOp.AVG, group, async_op=True, codec=codec)
     if work is None:
         raise CollectiveError(
             "process_group: this rank is not in it, so it has no average to give to DDP. Register the hook with the "
             "process group of the model, or with None for the default one."
         )
-    return work.get_future().then(lambda done: done.value()[0])
+    return work
 
 
 # -- PyTorch's formulas, with scales given -----------------------------------------------------------------------------
+
+
+def _get_allgather_out_list(all_gather_in_list: Tensor, world_size: int) -> list[Tensor]:
+    """Zeros like a tensor, one for each rank: what torch.distributed.all_gather writes into."""
+    return [torch.zeros_like(all_gather_in_list) for _ in range(world_size)]
 
 
 def _quantize_per_tensor_backend(x: Tensor, scale: Tensor | float, zero_point: Tensor | float) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from narrowcast.errors import DtypeError, ShapeError
 from narrowcast.kernels.layout import Count, Element, Grid, Recipe, layout
+from narrowcast.kernels.windows import Window
 
 Result = tuple[tuple[int, ...], torch.dtype]
 """The shape and the dtype of a result."""
@@ -135,6 +136,30 @@ def integer_linear(x: Tensor, weight: Tensor) -> Result:
     return (size[0], shape[0]), _INT32
 
 
+def integer_conv(
+    x: Tensor, scale: Tensor, grid: Grid, weight: Tensor, factor: Tensor, bias: Tensor | None, window: Window
+) -> Result:
+    """fp32 `x` [images, channels, y, x] and int8 `weight` [outputs, words, y, x, 4] to fp32 [images, outputs, y, x]."""
+    size, shape, device = x.shape, weight.shape, x.device
+    if len(size) != 4 or x.dtype is not _FLOAT32 or not x.is_contiguous():
+        _dense("x", x, FLOAT32, tuple(size) if len(size) == 4 else (1, 1, 1, x.numel()), device)
+    if min(window[:4]) < 1 or min(window[4:8]) < 0 or window.groups < 1 or size[1] % window.groups:
+        raise ShapeError(f"window: {window} does not fit {size[1]} channels, or has a number below its least.")
+    words = -(-size[1] // window.groups // 4)
+    fits = len(shape) == 5 and shape[1] == words and shape[4] == 4 and shape[0] % window.groups == 0
+    if not fits or weight.dtype is not _INT8 or weight.device != device or not weight.is_contiguous():
+        _dense("weight", weight, INTS, (shape[0], words, *shape[2:4], 4), device)
+    _dense_vector("scale", scale, 1, device)
+    _dense_vector("factor", factor, shape[0], device)
+    if bias is not None:
+        _dense_vector("bias", bias, shape[0], device)
+    _grid(grid, device)
+    height, width = window.outputs(size[2], size[3], shape[2:4])
+    if height < 1 or width < 1:
+        raise ShapeError(f"x: {tuple(size[2:])} is smaller than the kernel, {tuple(shape[2:4])} with {window}.")
+    return (size[0], shape[0], height, width), _FLOAT32
+
+
 def out(tensor: Tensor, result: Result, device: torch.device, name: str = "out") -> None:
     """What is written: each row of a matrix in one piece and none over another, anything else contiguous."""
     shape, dtype = result
@@ -218,6 +243,16 @@ def _grid(grid: Grid, device: torch.device) -> None:
         or not thresholds.is_contiguous()
     ):
         _dense("thresholds", thresholds, FLOAT32, (count - 1,), device)
+
+
+def _dense_vector(name: str, vector: Tensor, numel: int, device: torch.device) -> None:
+    if (
+        vector.shape != (numel,)
+        or vector.dtype is not _FLOAT32
+        or vector.device != device
+        or not vector.is_contiguous()
+    ):
+        _dense(name, vector, FLOAT32, (numel,), device)
 
 
 def _rows_apart(matrix: Tensor) -> bool:

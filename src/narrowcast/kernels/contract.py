@@ -59,6 +59,7 @@ class Kernel:
     decode_sum_encode = checked(operations.DECODE_SUM_ENCODE)
     linear = checked(operations.LINEAR)
     integer_linear = checked(operations.INTEGER_LINEAR)
+    integer_conv = checked(operations.INTEGER_CONV)
     fake_quantize = checked(operations.FAKE_QUANTIZE)
 
     def fake_quantize_backward(

@@ -52,7 +52,8 @@ DECODE_SUM = Operation("decode_sum", reference.decode_sum, arguments.decode_sum,
 DECODE_SUM_ENCODE = Operation("decode_sum_encode", reference.decode_sum_encode, arguments.decode_sum_encode)
 LINEAR = Operation("linear", reference.linear, arguments.linear)
 INTEGER_LINEAR = Operation("integer_linear", reference.integer_linear, arguments.integer_linear)
+INTEGER_CONV = Operation("integer_conv", reference.integer_conv, arguments.integer_conv)
 FAKE_QUANTIZE = Operation("fake_quantize", reference.fake_quantize, arguments.fake_quantize)
 
-OPERATIONS = (ENCODE, DECODE, DECODE_SUM, DECODE_SUM_ENCODE, LINEAR, INTEGER_LINEAR, FAKE_QUANTIZE)
+OPERATIONS = (ENCODE, DECODE, DECODE_SUM, DECODE_SUM_ENCODE, LINEAR, INTEGER_LINEAR, INTEGER_CONV, FAKE_QUANTIZE)
 """All but `fake_quantize_backward`, the only one with two results: contract.py spells it out."""

@@ -11,6 +11,7 @@ State dicts from before this key load without it, strict or not, and are not che
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,6 +61,18 @@ def not_missing(missing_keys: list[str], prefix: str) -> None:
     """Take this module's key out of the missing ones: earlier versions wrote none."""
     if prefix + KEY in missing_keys:
         missing_keys.remove(prefix + KEY)
+
+
+def loading_strictly() -> bool:
+    """Whether the load_state_dict that called, through torch's hooks, was asked for every key.
+
+    Hooks and modules are told strict=True whatever was asked (torch 2.13), and what is missing is raised once
+    everything else is loaded: too late for a check that leaves the model as it was. So the caller is asked.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is None or bool(frame.f_locals.get("strict", True))
 
 
 def check_before_loading(model: nn.Module, check: Callable[..., None], wanted: bool) -> None:

@@ -15,6 +15,7 @@ import narrowcast as nc
 from narrowcast.codecs import Levels
 from narrowcast.kernels.cpu import binding
 from narrowcast.kernels.layout import Grid
+from narrowcast.kernels.windows import Window
 
 SHAPES = ((1, 1, 1), (1, 1, 65), (3, 5, 7), (1, 3, 300), (130, 3, 1), (2, 70, 1))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -54,10 +55,28 @@ def integers(kernel: binding.Native, at_end: bool) -> int:
     return calls
 
 
+def convolutions(kernel: binding.Native, at_end: bool) -> int:
+    calls = 0
+    grid = grids(at_end)[0]
+    for size, step, kernel_size in itertools.product((5, 17, 64), (1, 2, 3), (1, 3)):
+        window = Window(step, step, 1, 1, 1, 1, 1, 1, 1)
+        height, width = window.outputs(size, size, (kernel_size, kernel_size))
+        x = guarded(torch.rand(2, 5, size, size), at_end)
+        weight = guarded(torch.ones(9, 2, kernel_size, kernel_size, 4, dtype=torch.int8), at_end)
+        scale, factor, bias = (guarded(torch.ones(count), at_end) for count in (1, 9, 9))
+        out = guarded(torch.zeros(2, 9, height, width), at_end)
+        kernel.integer_conv(out, x, scale, grid, weight, factor, bias, window)
+        calls += 1
+    return calls
+
+
 def main() -> None:
     kernel, why = binding.load(sys.argv[1])
     assert kernel is not None, why
-    print(sum(fake(kernel, at_end) + integers(kernel, at_end) for at_end in (True, False)), "calls")
+    print(
+        sum(fake(kernel, at_end) + integers(kernel, at_end) + convolutions(kernel, at_end) for at_end in (True, False)),
+        "calls",
+    )
 
 
 if __name__ == "__main__":

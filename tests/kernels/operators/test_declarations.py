@@ -31,6 +31,8 @@ SCHEMAS = {
     "linear": "(Tensor x, Tensor data, int[] format, float peak, Tensor? table, Tensor? bias) -> Tensor",
     "linear_backward": "(Tensor grad, Tensor data, SymInt numel, int[] format, float peak, Tensor? table) -> Tensor",
     "integer_linear": "(Tensor x, Tensor weight) -> Tensor",
+    "integer_conv": "(Tensor x, Tensor scale, Tensor levels, Tensor thresholds, bool uniform, Tensor weight, "
+    "Tensor factor, Tensor? bias, int[] window) -> Tensor",
     "fake_quantize": "(Tensor x, Tensor scale, Tensor levels, Tensor thresholds, bool uniform, int axis) -> Tensor",
     "fake_quantize_backward": "(Tensor grad, Tensor x, Tensor scale, Tensor levels, Tensor thresholds, bool uniform, "
     "int axis) -> (Tensor, Tensor)",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.errors import CalibrationError, QuantizeError, SpecError
+from narrowcast.errors import CalibrationError, QuantizeError, ShapeError, SpecError
 from narrowcast.nn.qat.grids import codec_grid
 from narrowcast.nn.qat.observers import Percentile
 
@@ -149,3 +149,34 @@ def test_what_cannot_be_calibrated_is_refused(model, loader, options, error, wor
 def test_a_float_model_is_refused() -> None:
     with pytest.raises(QuantizeError, match="prepare_qat_"):
         nc.calibrate_(network(), batches())
+
+
+def test_clips_that_were_set_or_loaded_stay_and_others_are_chosen() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    nc.prepare_qat_(model, "int4", "apot4", first_last=None)
+    batches = [torch.randn(8, 4)]
+    model[2].input_quantizer.set_clip(1.25, signed=False)
+    assert model[2].input_quantizer(torch.tensor([-1.0, 9.0])).tolist() == [0.0, 1.25]
+    assert nc.calibrate_(model, batches).quantizers == ["0.input_quantizer", "4.input_quantizer"]
+    assert model[2].input_quantizer.clip.tolist() == [1.25]
+    other = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    nc.prepare_qat_(other, "int4", "apot4", first_last=None)
+    other.load_state_dict(model.state_dict())
+    before = [layer.input_quantizer.clip.clone() for layer in other[::2]]
+    assert nc.calibrate_(other, [10 * batches[0]]).quantizers == []
+    assert all(torch.equal(a, b.input_quantizer.clip) for a, b in zip(before, other[::2], strict=True))
+    assert len(nc.calibrate_(other, [10 * batches[0]], keep=False).quantizers) == 3
+    assert other[2].input_quantizer.clip.tolist() != [1.25]
+    assert len(nc.calibrate_(other, batches).quantizers) == 3  # these came from data, and follow new data
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, math.inf, math.nan, torch.ones(2)])
+def test_a_clip_that_cannot_be_one_is_refused(clip: object) -> None:
+    quantizer = nc.nn.FakeQuantize("int4", signed=True)
+    with pytest.raises((SpecError, ShapeError), match=r"^clip"):
+        quantizer.set_clip(clip)  # type: ignore[arg-type]
+    assert not quantizer.is_started
+    with pytest.raises(SpecError, match=r"signed=False: .* was made with signed=True"):
+        quantizer.set_clip(1.0, signed=False)
+    with pytest.raises(SpecError, match="no unsigned grid"):
+        nc.nn.FakeQuantize("nf4").set_clip(1.0, signed=False)

@@ -108,6 +108,55 @@ def test_the_papers_way_has_one_clip_per_tensor() -> None:
     assert model[0].weight_quantizer.normalize is None  # 8 bits
 
 
+def test_the_papers_own_normalization_multiplies_no_deviation_back() -> None:
+    layer = nn.Linear(40, 6)
+    nc.prepare_qat_(layer, "apot3", per_channel=False, normalize="paper")
+    layer.weight_quantizer.set_clip(2.0)
+    weight = layer.weight.detach()
+    normal = (weight - weight.mean()) / weight.std()  # which divides by n - 1
+    levels = torch.tensor([-4.0, -2, -1, 0, 1, 2, 4]) / 2
+    expected = levels[(normal.unsqueeze(-1) - levels).abs().argmin(-1)]
+    assert torch.equal(layer.quantized_weight(), expected)
+    # The gradient: straight through inside of the clip, divided by the deviation, which counts as a constant.
+    layer.quantized_weight().sum().backward()
+    inside = (normal.abs() <= 2).float()
+    torch.testing.assert_close(layer.weight.grad, inside / weight.std())
+    nc.convert_(layer)
+    assert torch.equal(layer.decoded(), expected)
+    flat = nn.Linear(4, 2, bias=False)
+    nn.init.ones_(flat.weight)
+    nc.prepare_qat_(flat, "apot3", normalize="paper")
+    assert flat(torch.ones(4)).tolist() == [0.0, 0.0]
+
+
+def test_input_rules_decide_for_inputs_as_rules_do_for_weights() -> None:
+    model = network()
+    report = nc.prepare_qat_(model, "apot4", "apot4", input_rules={"^0$": None, "^2$": "int8", "nothing": "int4"})
+    assert model[0].input_quantizer is None
+    assert model[0].weight_quantizer.codec.spec == "int8"  # still one of the outer layers
+    assert model[2].input_quantizer.codec.spec == "int8"
+    assert report.unused_rules == ["nothing"]
+    with pytest.raises(SpecError, match="rules"):
+        nc.prepare_qat_(network(), "apot4", "apot4", input_rules={"(": None})
+
+
+def test_a_float_state_dict_loads_with_strict_false_and_clips_start_from_it() -> None:
+    source, direct, prepared = network(), network(), network()
+    state = {key: 3 * value for key, value in source.state_dict().items()}
+    nc.prepare_qat_(prepared, "int4", "int4", normalize=None)
+    prepared[0].weight_quantizer.set_clip(torch.full_like(prepared[0].weight_quantizer.alpha, 9.0))
+    with pytest.raises(StateDictError, match="Nothing was loaded"):
+        prepared.load_state_dict(state)
+    assert not torch.equal(prepared[2].weight, state["2.weight"])
+    missing, unexpected = prepared.load_state_dict(state, strict=False)
+    assert "2.weight_quantizer.alpha" in missing
+    assert unexpected == []
+    direct.load_state_dict(state)
+    nc.prepare_qat_(direct, "int4", "int4", normalize=None)
+    assert torch.equal(prepared[2].weight_quantizer.alpha, direct[2].weight_quantizer.alpha)
+    assert set(prepared[0].weight_quantizer.clip.tolist()) == {9.0}  # this one was set
+
+
 def test_a_tied_weight_shares_its_quantizer() -> None:
     model = nn.ModuleDict({"table": nn.Embedding(12, 8), "between": nn.Linear(8, 8), "head": nn.Linear(8, 12)})
     model["head"].weight = model["table"].weight

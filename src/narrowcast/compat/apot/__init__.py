@@ -11,23 +11,28 @@ The files below have the names of PyTorch's, so that a program changes only the 
   refused where codes are asked for, and stays a NaN where floats are.
 - Inputs are never changed, results have the input's dtype and device, and nothing loops over elements in Python.
 - Fake quantization has PyTorch's gradient: it passes where |x| <= alpha. Grids are signed where the data is.
-- `LinearAPoT` multiplies by levels. PyTorch's test_linear.py wants products with the codes: `legacy=True`, or import
-  from `narrowcast.compat.apot.legacy`.
-
-Not here: `quant_levels_visualization`, which draws; `narrowcast inspect --plot` does.
+- `LinearAPoT` multiplies by levels. PyTorch's test_linear.py wants products with the codes: those of its own file,
+  `narrowcast.compat.apot.linear.LinearAPoT`.
+- The files adaround_* round weights up or down by what a layer's output loses: see adaround_optimization.py.
+- paper.py imports checkpoints of the paper's authors.
 """
 
+from narrowcast.compat.apot.adaround_fake_quantize import AdaroundFakeQuantizer
+from narrowcast.compat.apot.adaround_loss import AdaptiveRoundingLoss
+from narrowcast.compat.apot.adaround_optimization import AdaptiveRoundingOptimizer
 from narrowcast.compat.apot.APoT_tensor import TensorAPoT
 from narrowcast.compat.apot.apot_utils import apot_to_float, float_to_apot, quant_dequant_util
 from narrowcast.compat.apot.fake_quantize import APoTFakeQuantize
 from narrowcast.compat.apot.fake_quantize_function import fake_quantize_function
-from narrowcast.compat.apot.linear import LinearAPoT
+from narrowcast.compat.apot.layer import LinearAPoT
 from narrowcast.compat.apot.observer import APoTObserver
 from narrowcast.compat.apot.qconfig import (
     apot_qconfig_4bit,
     apot_qconfig_8bit,
     apot_weight_qconfig_4bit,
     apot_weight_qconfig_8bit,
+    default_symmetric_fake_quant,
+    default_weight_symmetric_fake_quant,
     uniform_qconfig_4bit,
     uniform_qconfig_8bit,
 )
@@ -37,6 +42,9 @@ __all__ = [
     "APoTFakeQuantize",
     "APoTObserver",
     "APoTQuantizer",
+    "AdaptiveRoundingLoss",
+    "AdaptiveRoundingOptimizer",
+    "AdaroundFakeQuantizer",
     "LinearAPoT",
     "TensorAPoT",
     "apot_qconfig_4bit",
@@ -44,6 +52,8 @@ __all__ = [
     "apot_to_float",
     "apot_weight_qconfig_4bit",
     "apot_weight_qconfig_8bit",
+    "default_symmetric_fake_quant",
+    "default_weight_symmetric_fake_quant",
     "dequantize_APoT",
     "fake_quantize_function",
     "float_to_apot",

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.ao.quantization.observer import ObserverBase
 
-from narrowcast.errors import CalibrationError, GridError
+from narrowcast.compat.apot.apot_utils import apot_to_float, float_to_apot
+from narrowcast.errors import CalibrationError, GridError, PlotError
 from narrowcast.nn.modules.base import keep_dtype
 
 LARGEST = 1 << 16
@@ -45,8 +46,8 @@ class APoTObserver(ObserverBase):
         alpha is the largest magnitude seen, gamma what makes the top level alpha. `min_val` and `max_val` take the
         place of what was seen.
         """
-        self.min_val = self.min_val if min_val is None else min_val
-        self.max_val = self.max_val if max_val is None else max_val
+        self.min_val = self.min_val if min_val is None else torch.as_tensor(min_val)
+        self.max_val = self.max_val if max_val is None else torch.as_tensor(max_val)
         entries = sums(self.b, self.k, signed)
         self.n = self.b // self.k
         if not self.min_val.numel() or not self.max_val.numel():
@@ -57,6 +58,27 @@ class APoTObserver(ObserverBase):
         scaled = gamma.float().reshape(()) * entries.to(gamma.device)
         levels, codes = scaled.sort(stable=True)
         return alpha, gamma, levels, codes
+
+    def _calculate_qparams(self, signed: bool, min_val: Tensor | None = None, max_val: Tensor | None = None) -> QParams:
+        """PyTorch's name for `calculate_qparams`."""
+        return self.calculate_qparams(signed, min_val, max_val)
+
+    def quant_levels_visualization(self, signed: bool = False) -> None:
+        """Show what numbers become, with matplotlib; `narrowcast inspect --plot` draws codecs into a file."""
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise PlotError("matplotlib draws this, and is not installed. Run: pip install matplotlib") from error
+        alpha, _, levels, codes = self.calculate_qparams(signed)
+        reach = float(alpha)
+        x = torch.linspace(-reach if signed else 0.0, reach, 1001)
+        y = apot_to_float(float_to_apot(x, levels.cpu(), codes.cpu(), reach), levels.cpu(), codes.cpu())
+        pyplot.figure(figsize=(15, 10))
+        pyplot.plot(x.tolist(), y.tolist())
+        pyplot.title(f"APoT levels, b={self.b}, k={self.k}")
+        pyplot.xlabel("before")
+        pyplot.ylabel("quantized")
+        pyplot.show()
 
     def forward(self, x_orig: Tensor) -> Tensor:
         if x_orig.numel() == 0:

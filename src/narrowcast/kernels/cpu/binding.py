@@ -7,19 +7,23 @@ lets go of the GIL during a call. The instruction set (avx512, avx2, plain) is c
 from __future__ import annotations
 
 import ctypes
+import math
 import os
-from ctypes import c_float, c_int32, c_int64, c_void_p
-from functools import cache, lru_cache
+from ctypes import c_int32, c_int64, c_void_p
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from narrowcast import kernels
+from narrowcast.kernels import reference
 from narrowcast.kernels.contract import Kernel
-from narrowcast.kernels.layout import Format, Grid, Recipe, layout, scaling
+from narrowcast.kernels.cpu.spec import spec_of
+from narrowcast.kernels.layout import Grid, Recipe
+from narrowcast.kernels.windows import LONGEST, Window
 
-ABI = 5
+ABI = 6
 ISAS = ("plain", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 LIBRARY = "_narrowcast_core"
@@ -35,57 +39,11 @@ MAX_BATCH = {torch.float32: 64, torch.float16: 64, torch.bfloat16: 32}
 """Vectors that rows are multiplied with as they are. For more, decoding and torch's own product are faster: measured on
 two Zen 4 cores, 11008x4096, int8 and int4 (bfloat16 has instructions of its own there); see bench/linear.py."""
 
+UNKNOWN = 2
+"""What nc_integer_conv returns where its input holds a NaN."""
+
 LARGE = 1 << 22
 """Bytes from which on new memory is worth a word to the kernel."""
-
-
-class Spec(ctypes.Structure):
-    """Mirrors `Spec` in core/core.h."""
-
-    _fields_ = (
-        ("element", c_int32),
-        ("bits", c_int32),
-        ("scale", c_int32),
-        ("stochastic", c_int32),
-        ("signed_scale", c_int32),
-        ("reserved", c_int32),
-        ("step", c_float),
-        ("limit", c_float),
-        ("numel", c_int64),
-        ("groups", c_int64),
-        ("group_size", c_int64),
-        ("codes_bytes", c_int64),
-        ("scales_offset", c_int64),
-        ("zeros_offset", c_int64),
-        ("row_bytes", c_int64),
-        ("levels", c_void_p),
-        ("thresholds", c_void_p),
-    )
-
-
-@lru_cache(maxsize=4096)
-def spec(format: Format, peak: float, numel: int, table: int) -> object:
-    """A pointer to the `Spec` of a row; `table` is the address of the codec's table, or 0."""
-    where = layout(format, numel)
-    described = Spec(
-        format.element,
-        format.bits,
-        format.scale,
-        format.stochastic,
-        format.signed_scale,
-        0,
-        *scaling(format, peak),
-        numel,
-        where.groups,
-        where.group_size,
-        where.codes_bytes,
-        where.scales_offset,
-        where.zeros_offset,
-        where.row_bytes,
-        table or None,
-        table + 4 * 2**format.bits if table else None,
-    )
-    return ctypes.pointer(described)
 
 
 class Native(Kernel):
@@ -112,6 +70,8 @@ class Native(Kernel):
         self._nc_fake_quantize = _function(library, "nc_fake_quantize", *slices, *(address,) * 4, i32, i32, i32, i32)
         matrices = (address, i64, i64, i64, address, i64, i64)
         self._nc_integer = _function(library, "nc_integer_linear", *matrices, address, i64, i32, i32)
+        image = (address, address, address, address, address, i32, i32)
+        self._nc_integer_conv = _function(library, "nc_integer_conv", *image, *(address,) * 4, i32, i32)
 
     def fresh(self, out: Tensor) -> None:
         if out.nbytes >= LARGE:
@@ -122,7 +82,7 @@ class Native(Kernel):
         elements = count * numel
         if elements:
             rows, stride = _contiguous(rows)
-            what = _spec(recipe, numel)
+            what = spec_of(recipe, numel)
             source = rows.data_ptr(), DTYPES[rows.dtype], stride, count
             target = out.data_ptr(), out.stride()[0]
             _check(self._nc_encode(what, *source, *target, seed, _threads(elements), self._isa))
@@ -132,7 +92,7 @@ class Native(Kernel):
         elements = count * numel
         if elements:
             data, stride = _contiguous(data)
-            what = _spec(recipe, numel)
+            what = spec_of(recipe, numel)
             target = out.data_ptr(), DTYPES[out.dtype], out.stride()[0]
             _check(self._nc_decode(what, data.data_ptr(), stride, count, *target, _threads(elements), self._isa))
 
@@ -172,7 +132,7 @@ class Native(Kernel):
         if bias is not None:
             bias = bias.contiguous()
             address, dtype = bias.data_ptr(), DTYPES[bias.dtype]
-        rows = _spec(recipe, numel), data.data_ptr(), stride, data.shape[0]
+        rows = spec_of(recipe, numel), data.data_ptr(), stride, data.shape[0]
         vectors = x.data_ptr(), DTYPES[x.dtype], x_stride, batch
         threads = _team(data.numel() * batch, LINEAR_GRAIN)
         _check(self._nc_linear(*rows, *vectors, address, dtype, out.data_ptr(), out.stride()[0], threads, self._isa))
@@ -200,6 +160,32 @@ class Native(Kernel):
         right = weight.data_ptr(), stride, weight.shape[0]
         threads = _team(weight.numel() * x.shape[0], LINEAR_GRAIN)
         _check(self._nc_integer(*left, *right, out.data_ptr(), out.stride()[0], threads, self._isa))
+
+    def _integer_conv(
+        self,
+        out: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        grid: Grid,
+        weight: Tensor,
+        factor: Tensor,
+        bias: Tensor | None,
+        window: Window,
+    ) -> None:
+        outputs, words, *kernel, _ = weight.shape
+        steps, around = window[:4], (window.left, window.top)
+        sizes = (c_int64 * 16)(*x.shape, outputs, *kernel, *steps, *around, *out.shape[2:], window.groups)
+        levels = grid.levels.data_ptr(), grid.thresholds.data_ptr(), len(grid.levels), grid.uniform
+        rows = weight.data_ptr(), factor.data_ptr(), None if bias is None else bias.data_ptr()
+        threads = _team(out.numel() * words * math.prod(kernel), LINEAR_GRAIN)
+        failed = UNKNOWN
+        if 4 * words * math.prod(kernel) <= LONGEST:
+            image = x.data_ptr(), ctypes.addressof(sizes), scale.data_ptr()
+            failed = self._nc_integer_conv(*image, *levels, *rows, out.data_ptr(), threads, self._isa)
+        if failed == UNKNOWN:  # slow and rare: a NaN marks every window that holds it, and longer sums take int64
+            out.copy_(reference.integer_conv(x, scale, grid, weight, factor, bias, window))
+        else:
+            _check(failed)
 
 
 def load(isa: str = "") -> tuple[Native | None, str]:
@@ -247,17 +233,12 @@ def _function(library: ctypes.CDLL, name: str, *arguments: type) -> ctypes._Name
     return function  # type: ignore[no-any-return]
 
 
-def _spec(recipe: Recipe, numel: int) -> object:
-    format, peak, table = recipe
-    return spec(format, peak, numel, 0 if table is None else table.data_ptr())
-
-
 def _summands(
     data: Tensor, stride: int, numel: int, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
 ) -> tuple[object, ...]:
     """The arguments of a sum. Addresses only: the caller keeps the tensors."""
     address, dtype = (None, 0) if own is None else (own.data_ptr(), DTYPES[own.dtype])
-    return _spec(recipe, numel), data.data_ptr(), stride, data.shape[0], address, dtype, own_rank, divisor
+    return spec_of(recipe, numel), data.data_ptr(), stride, data.shape[0], address, dtype, own_rank, divisor
 
 
 def _contiguous(matrix: Tensor) -> tuple[Tensor, int]:

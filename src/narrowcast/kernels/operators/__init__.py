@@ -6,7 +6,7 @@ derivatives    rules for backward, forward mode and vmap
 rows           encode, decode, decode_sum, decode_sum_encode: what codecs call
 linear         x W^T + b with encoded W
 fake_quantize  floats to the levels of a grid, with straight-through gradients
-integer        exact products of int8
+integer        exact products and convolutions of int8
 """
 
 from narrowcast.kernels.contract import Kernel, Reference

@@ -23,6 +23,7 @@ TYPES = {
     "Count": "SymInt {}",
     "int": "int {}",
     "bool": "bool {}",
+    "Sequence[int]": "int[] {}",
     "torch.dtype": "ScalarType {}",
     "Recipe": "int[] format, float peak, Tensor? table",
 }

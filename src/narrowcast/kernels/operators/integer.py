@@ -1,8 +1,11 @@
-"""Exact products of integers: int8 x int8 -> int32.
+"""Exact products and convolutions of integers: int8 x int8 -> int32.
 
 `torch.ops.narrowcast.integer_linear` takes x [batch, k] and weights [rows, k], both int8, and returns int32
 [batch, rows], each element the sum of k products. It is exact on every machine, in any order of sums: k is at most
 131071, for which even -128 times -128 throughout fits into an int32. Integers have no gradient.
+
+`torch.ops.narrowcast.integer_conv` takes fp32 x [images, channels, y, x], quantizes it to the levels of a grid, which
+are integers, convolves them with int8 weights, and multiplies the exact sums by a factor for each output.
 
 On a CPU it does not use `torch._int_mm`: without AVX-512 VNNI, oneDNN adds pairs of products in 16 bits, which
 saturate, and the result is wrong by thousands (torch 2.13; ONEDNN_MAX_CPU_ISA=AVX2 shows it on any machine).
@@ -10,12 +13,16 @@ saturate, and the result is wrong by thousands (torch 2.13; ONEDNN_MAX_CPU_ISA=A
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from narrowcast.errors import DtypeError, ShapeError
+from narrowcast.kernels.layout import Grid
 from narrowcast.kernels.operators.declare import declare, schema_of
 from narrowcast.kernels.operators.dispatch import kernel_for, unwatched
+from narrowcast.kernels.windows import Window
 
 LONGEST = 2**17 - 1
 """The largest k: 2**17 products of 2**14 would be 2**31, one too many for an int32."""
@@ -66,3 +73,53 @@ def _new_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 declare("integer_linear", schema_of(_multiply), _multiply, _new_product)
+
+
+def integer_conv(
+    x: Tensor, scale: Tensor, grid: Grid, weight: Tensor, factor: Tensor, bias: Tensor | None, window: Window
+) -> Tensor:
+    """`x` at its levels times `weight`, whose bytes lie in words (kernels/windows.py): fp32 [images, outputs, y, x].
+
+    Arguments are checked by the kernel: modules say what is wrong with an input in their own words.
+    """
+    numbers = x, scale, *grid, weight, factor, bias, window
+    if unwatched(x):
+        return _convolve(*numbers)
+    return torch.ops.narrowcast.integer_conv(*numbers)  # type: ignore[no-any-return]
+
+
+def _convolve(
+    x: Tensor,
+    scale: Tensor,
+    levels: Tensor,
+    thresholds: Tensor,
+    uniform: bool,
+    weight: Tensor,
+    factor: Tensor,
+    bias: Tensor | None,
+    window: Sequence[int],
+) -> Tensor:
+    out = _new_image(x, scale, levels, thresholds, uniform, weight, factor, bias, window)
+    if out.numel():
+        grid = Grid(levels, thresholds, uniform)
+        x = x.contiguous()
+        kernel_for(x.device.type).integer_conv(out, x, scale, grid, weight, factor, bias, Window(*window))
+    return out
+
+
+def _new_image(
+    x: Tensor,
+    scale: Tensor,
+    levels: Tensor,
+    thresholds: Tensor,
+    uniform: bool,
+    weight: Tensor,
+    factor: Tensor,
+    bias: Tensor | None,
+    window: Sequence[int],
+) -> Tensor:
+    size = Window(*window).outputs(x.shape[2], x.shape[3], weight.shape[2:4])
+    return torch.empty(x.shape[0], weight.shape[0], *size, dtype=torch.float32, device=x.device)
+
+
+declare("integer_conv", schema_of(_convolve), _convolve, _new_image)

@@ -7,23 +7,25 @@ only the mean of `sign` is summed in fp64. Nothing here is clever, nothing here 
     rows           encode, decode, decode_sum, decode_sum_encode
     scales, codes  a block's scale and zero point; its codes, and how they are packed
     casts, draws   fp32 and the other floats; the random numbers of stochastic rounding
-    products       linear, integer_linear
+    products       linear, integer_linear, integer_conv
     grids          fake quantization, forward and backward
 """
 
 from narrowcast.kernels.reference.codes import pack, unpack
 from narrowcast.kernels.reference.grids import fake_quantize, fake_quantize_backward
-from narrowcast.kernels.reference.products import integer_linear, linear
+from narrowcast.kernels.reference.products import convolve_levels, integer_conv, integer_linear, linear
 from narrowcast.kernels.reference.rows import decode, decode_sum, decode_sum_encode, encode
 from narrowcast.kernels.reference.scales import scale_bits, scale_value
 
 __all__ = [
+    "convolve_levels",
     "decode",
     "decode_sum",
     "decode_sum_encode",
     "encode",
     "fake_quantize",
     "fake_quantize_backward",
+    "integer_conv",
     "integer_linear",
     "linear",
     "pack",

@@ -14,6 +14,7 @@ from narrowcast.kernels.layout import Grid, Recipe
 from narrowcast.kernels.triton import fake_quantize, integer, linear
 from narrowcast.kernels.triton.codes import INTERPRETED
 from narrowcast.kernels.triton.rows import decode, decode_sum_encode, encode
+from narrowcast.kernels.windows import Window
 
 
 class Triton(Kernel):
@@ -83,6 +84,21 @@ class Triton(Kernel):
 
     def _integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
         integer.integer_linear(out, x, weight)
+
+    def _integer_conv(
+        self,
+        out: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        grid: Grid,
+        weight: Tensor,
+        factor: Tensor,
+        bias: Tensor | None,
+        window: Window,
+    ) -> None:
+        values = torch.empty_like(x)
+        fake_quantize.fake_quantize(values.view(1, 1, -1), x.view(1, 1, -1), scale, grid)
+        integer.integer_conv(out, (values / scale).round(), grid.levels[-1], weight, factor, bias, window)
 
 
 @contextlib.contextmanager

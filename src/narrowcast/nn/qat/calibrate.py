@@ -1,10 +1,10 @@
 """After training: clips from data, and rounding that is learned.
 
 `calibrate_` runs batches through a prepared model, without gradients, while every quantizer of an input passes it on as
-it is and an observer looks on; then all clips are set at once. With `rounding="learned"` it runs them a second time,
-with the clips in use, and chooses for each weight the level below or above so that the layer's own output changes least
-(nn/rounding/learned.py). If anything fails while observing, an error in a batch or a layer that no batch reaches, the
-model is as it was.
+it is and an observer looks on; then all clips are set at once. Clips that were set by hand or loaded stay. With
+`rounding="learned"` it runs them a second time, with the clips in use, and chooses for each weight the level below or
+above so that the layer's own output changes least (nn/rounding/learned.py). If anything fails while observing, an error
+in a batch or a layer that no batch reaches, the model is as it was.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def calibrate_(
     batches: int | None = None,
     rounding: str = "nearest",
     steps: int = 300,
+    keep: bool = True,
     forward: Forward | None = None,
     progress: bool | None = None,
 ) -> Calibration:
@@ -63,7 +64,8 @@ def calibrate_(
 
     A batch is what the model takes: a tensor, a mapping of keywords, or a tuple whose first element is the input;
     for anything else pass `forward(model, batch)`. `observer` is "minmax", "moving_average", "percentile", "mse", or
-    what makes an observer. A progress bar is drawn on a terminal, unless `progress=False`.
+    what makes an observer. Clips that were set with `set_clip` or loaded with a state dict stay, and are in use
+    meanwhile; `keep=False` chooses all of them anew. A progress bar is drawn on a terminal, unless `progress=False`.
     """
     if rounding not in ("nearest", "learned"):
         raise SpecError(f'rounding={rounding!r}: expected "nearest" or "learned".')
@@ -79,7 +81,9 @@ def calibrate_(
             "loader: it is an iterator, which gives its batches once, and learned rounding needs them twice. Pass a "
             "list or a DataLoader. The model was left as it was."
         )
-    quantizers = _inputs(as_module(model))
+    quantizers = {
+        name: quantizer for name, quantizer in _inputs(as_module(model)).items() if not keep or not quantizer.given
+    }
     run = _Run(model, loader, batches, forward or _forward, progress)
     with torch.no_grad(), _evaluating(model):
         _start_weights(model)
@@ -190,6 +194,7 @@ def _round_layer(name: str, layer: Trained, moments: InputMoments, steps: int) -
     """
     quantizer, weight = layer.weight_quantizer, layer.weight.detach()
     if quantizer.normalize is not None:
+        weight.copy_(quantizer.target(weight))
         quantizer.normalize = None
         quantizer.start_from(weight)
     scale = scale_of(quantizer.clip, quantizer.top).expand(len(weight))

@@ -100,7 +100,7 @@ def _pack(key: str, module: Trained) -> Packed:
         codec=grid.codec.spec,
         bytes_before=weight.numel() * weight.element_size(),
         bytes_after=data.numel(),
-        sqnr=sqnr(weight, values),
+        sqnr=sqnr(quantizer.target(weight), values),
     )
     return Packed(as_parameter(data), Held(grid.codec, weight.shape, False, module.weight.requires_grad), entry)
 

@@ -19,6 +19,8 @@ parameter and its gradient is multiplied by 1 / sqrt(n * top). The default is th
 - `normalize` divides by the tensor's standard deviation and takes its mean away first, as the paper does to weights,
   with gradients through both ("through") or not ("detached"). The scale is multiplied by the deviation, so that the
   layer needs no batch norm behind it, and the packed layer is an ordinary one. The mean is not added back.
+  "paper" is what the paper's own code does: the deviation divides by n - 1, counts as a constant, and is not
+  multiplied back. What comes out is the normalized tensor at its levels, for a batch norm to scale.
 - `learn=False` keeps alpha out of the optimizer. With an `observer` it then follows the data of every training batch.
 
 A state dict holds the levels, and what else the results depend on (state.py). One of another grid is refused, and
@@ -28,7 +30,6 @@ nothing of it is loaded.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,22 +37,19 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.codecs.rules import CodecLike
-from narrowcast.errors import ClipWarning, SpecError
+from narrowcast.errors import SpecError
 from narrowcast.kernels import operators
 from narrowcast.kernels.layout import Grid
 from narrowcast.kernels.operators.fake_quantize import fake_quantize
 from narrowcast.nn import state as extra_state
 from narrowcast.nn.modules.base import keep_dtype
-from narrowcast.nn.qat.checks import check_axis, check_normalize, check_start, refuse_start
+from narrowcast.nn.qat import checks
 from narrowcast.nn.qat.clips import clip_of, scale_of
 from narrowcast.nn.qat.grids import CodecGrid, codec_grid, has_unsigned, trainable
-from narrowcast.nn.qat.normalize import normalized
+from narrowcast.nn.qat.normalize import normalized, standardized
 from narrowcast.nn.qat.observers import Observer, make_observer
 from narrowcast.nn.qat.state import check_state, facts_of, take_facts
 from narrowcast.nn.qat.straight_through import FLOOR, Way, quantize_in_one_node, surely_good
-
-LOOK_EVERY = 128
-"""On a GPU, how many training batches pass between two looks for a bad clip: each look waits for the device."""
 
 
 class FakeQuantize(nn.Module):
@@ -82,13 +80,13 @@ class FakeQuantize(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_normalize(normalize)
+        checks.check_normalize(normalize)
         if isinstance(channel_axis, bool) or not (channel_axis is None or isinstance(channel_axis, int)):
             raise SpecError(f"channel_axis={channel_axis!r}: expected the number of a dimension, or None for one clip.")
         self.codec = trainable(codec)
         self.channel_axis = channel_axis
         self.signed = signed
-        self.start = check_start(start)
+        self.start = checks.check_start(start)
         self.normalize = normalize
         self.gradient_scale = gradient_scale
         self.batch_axis = batch_axis
@@ -101,6 +99,8 @@ class FakeQuantize(nn.Module):
         self.register_buffer("thresholds", torch.empty(0, dtype=torch.float32, device=device), persistent=False)
         self.register_buffer("started", torch.zeros((), dtype=torch.bool, device=device))
         self.register_buffer("floored", torch.zeros((), dtype=torch.int64, device=device))
+        self.given = False
+        """The clip was set or loaded, not chosen from data: `calibrate_` keeps it."""
         self._ready = False
         self._warned = False
         self._batches = 0
@@ -114,13 +114,13 @@ class FakeQuantize(nn.Module):
             return x
         if not self._ready or (self.observer is not None and self.training and not self.alpha.requires_grad):
             self._follow(x)
-        if self.channel_axis is not None:
-            check_axis(x, self.channel_axis, self.alpha.numel())
+        checks.check_axis(x, self.channel_axis, self.alpha.numel())
         factor = self._gradient_factor(self._numel(x))
-        way = Way(self.grid, self.channel_axis, self.top, factor, self.normalize)
-        quantized = quantize_in_one_node(x, self.alpha, way)
+        normalize = None if self.normalize == "paper" else self.normalize
+        way = Way(self.grid, self.channel_axis, self.top, factor, normalize)
+        quantized = quantize_in_one_node(self.target(x), self.alpha, way)
         if quantized is not None:
-            return quantized
+            return quantized.to(x.dtype)
         shifted, scale = self.prepared(x)
         return fake_quantize(shifted, scale, self.grid, self.channel_axis).to(x.dtype)
 
@@ -132,13 +132,16 @@ class FakeQuantize(nn.Module):
 
     def prepared(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What is rounded, and the scale it is rounded with: x and alpha / top, unless x is normalized first."""
-        if self.channel_axis is not None:
-            check_axis(x, self.channel_axis, self.alpha.numel())
+        checks.check_axis(x, self.channel_axis, self.alpha.numel())
         scale = scale_of(self._clip(self._numel(x)), self.top)
-        if self.normalize is None:
-            return x, scale
+        if self.normalize in (None, "paper"):
+            return self.target(x), scale
         shifted, deviation = self._normalized(x)
         return shifted, scale * deviation
+
+    def target(self, x: Tensor) -> Tensor:
+        """What the result approximates: x, or with normalize="paper" what the batch norm behind the layer scales."""
+        return standardized(x) if self.normalize == "paper" else x
 
     def _numel(self, x: Tensor) -> int:
         """The elements of one sample, or of all where there are none."""
@@ -159,7 +162,7 @@ class FakeQuantize(nn.Module):
             return alpha if factor == 1.0 else fixed + (alpha - fixed) * factor
         good = (fixed >= FLOOR) & (fixed < math.inf)
         if self.training and not operators.transformed():  # where nothing outside may change
-            self._report(good)
+            checks.report_floored(self, good)
         passing = torch.where(fixed.isfinite(), alpha, fixed.new_zeros(()))
         return torch.where(good, fixed, FLOOR) + (passing - passing.detach()) * factor
 
@@ -167,23 +170,6 @@ class FakeQuantize(nn.Module):
         wanted = self.uniform and self.codec.bits < 8 if self.gradient_scale is None else self.gradient_scale
         each = max(numel // max(self.alpha.numel(), 1), 1)
         return self.top**2 / math.sqrt(each * self.top) if wanted else 1.0
-
-    def _report(self, good: Tensor) -> None:
-        self.floored += (~good).sum()
-        if torch.compiler.is_compiling() or self._warned:
-            return
-        self._batches += 1
-        if good.device.type == "cuda" and self._batches % LOOK_EVERY != 1:
-            return
-        if good.device.type != "meta" and int(self.floored):
-            self._warned = True
-            warnings.warn(
-                f"alpha of a FakeQuantize({self.codec.spec!r}) is zero, negative or not finite in {int(self.floored)} "
-                f"place(s): training goes on with a clip of {FLOOR:.3g} there, and `floored` counts. Usually alpha's "
-                "learning rate is too high: narrowcast.parameter_groups(model, alpha_lr=...) gives it one of its own.",
-                ClipWarning,
-                stacklevel=5,
-            )
 
     # -- the start ----------------------------------------------------------------------------------------------------
 
@@ -209,18 +195,33 @@ class FakeQuantize(nn.Module):
     @torch.no_grad()
     def start_from(self, x: Tensor) -> None:
         """Choose the grid and the clips from a tensor: from the weights, or from a batch."""
-        rows = self.rows_of(self._normalized(x)[0] / self._normalized(x)[1] if self.normalize else x)
+        if self.normalize in ("through", "detached"):
+            centred, deviation = self._normalized(x)
+            rows = self.rows_of(centred / deviation)
+        else:
+            rows = self.rows_of(self.target(x))
         self.choose_grid(float(rows.min()))
-        self.set_clip(clip_of(rows, self.codec_grid, self.start))
+        self._set_clip(clip_of(rows, self.codec_grid, self.start))
 
     def choose_grid(self, lowest: float) -> None:
         """Take the unsigned grid where data may decide and is never negative, else the signed one."""
         unsigned = lowest >= 0 and has_unsigned(self.codec) if self.signed is None else not self.signed
         self._take(codec_grid(self.codec, not unsigned))  # again, since `to_empty` leaves memory without content
 
+    def set_clip(self, clip: Tensor | float, signed: bool | None = None) -> None:
+        """Give alpha a value without data: that of a checkpoint, for one.
+
+        `signed` chooses the grid where data would, False for inputs that are never negative; None keeps the one in use.
+        """
+        checks.check_sign(self, signed)
+        value = checks.check_clip(self, clip)
+        if signed is not None:
+            self._take(codec_grid(self.codec, signed))
+        self._set_clip(value)
+        self.given = True
+
     @torch.no_grad()
-    def set_clip(self, clip: Tensor) -> None:
-        """Give alpha a value; the quantizer counts as started."""
+    def _set_clip(self, clip: Tensor) -> None:
         if self.alpha.shape == clip.shape:
             self.alpha.copy_(clip)
         else:  # channels were not known before; optimizers keep the same Parameter
@@ -228,18 +229,18 @@ class FakeQuantize(nn.Module):
         if not self._ready:
             self.floored.zero_()
         self.started.fill_(True)
-        self._ready = True
+        self._ready, self.given = True, False
 
     def rows_of(self, x: Tensor) -> Tensor:
         """x as [channels, n]."""
         if self.channel_axis is None:
             return x.detach().reshape(1, -1)
-        check_axis(x, self.channel_axis, self.alpha.numel())
+        checks.check_axis(x, self.channel_axis, self.alpha.numel())
         return x.detach().movedim(self.channel_axis, 0).reshape(x.shape[self.channel_axis], -1)
 
     def _follow(self, x: Tensor) -> None:
         """Start from this batch, or follow it where an observer sets the clip."""
-        refuse_start(self)
+        checks.refuse_start(self)
         if self.observer is None:
             self.start_from(x)
             return
@@ -254,7 +255,7 @@ class FakeQuantize(nn.Module):
         """Set the clip that the observer gives."""
         assert self.observer is not None
         self.choose_grid(float(self.observer.low.min()))
-        self.set_clip(self.observer.clip(self.codec_grid))
+        self._set_clip(self.observer.clip(self.codec_grid))
 
     def _take(self, grid: CodecGrid) -> None:
         self.levels, self.thresholds, self.uniform = grid.on(self.levels.device)
@@ -289,6 +290,8 @@ class FakeQuantize(nn.Module):
             self.thresholds = grid.kernel.thresholds.to(self.levels.device)
         if self.started.device.type != "meta":
             self._ready = bool(self.started)
+        if grid is not None:
+            self.given = self._ready
 
     def extra_repr(self) -> str:
         kind = f"{self.codec.spec!r}, channel_axis={self.channel_axis}, learn={self.alpha.requires_grad}"

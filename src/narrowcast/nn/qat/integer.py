@@ -4,9 +4,10 @@
 every packed layer, and the trained `input_quantizer`.
 
 - `IntegerLinear`, `IntegerConv1d`, `IntegerConv2d`: both grids are integers that fit a byte. Inputs and weights are
-  multiplied as int8 x int8 -> int32, exactly (a convolution by laying out its windows); then one fp32 product with
-  (input scale * weight scale), and the bias. Unsigned inputs up to 255 are shifted by 128; the sums of the rows, times
-  128, are added back, exactly too. The weights as int8 are buffers beside the rows, in no state dict.
+  multiplied as int8 x int8 -> int32, exactly; then one fp32 product with (input scale * weight scale), and the bias.
+  Unsigned inputs up to 255 of a Linear are shifted by 128; the sums of the rows, times 128, are added back, exactly
+  too. The weights as int8 are buffers beside the rows, in no state dict; those of a convolution lie as its kernel reads
+  them (kernels/windows.py).
 - `QuantizedInputLinear`, `QuantizedInputConv1d/2d/3d`: any other grids. The input is quantized in floats, and
   then multiplied as by the packed layer.
 
@@ -29,12 +30,14 @@ from narrowcast.errors import ShapeError
 from narrowcast.kernels import operators
 from narrowcast.kernels.operators.derivatives import remember_tensors
 from narrowcast.kernels.operators.fake_quantize import fake_quantize
-from narrowcast.kernels.operators.integer import integer_linear
+from narrowcast.kernels.operators.integer import integer_conv, integer_linear
+from narrowcast.kernels.windows import Window, to_words
 from narrowcast.nn.modules.base import OneWeight, as_bytes, keep_dtype
 from narrowcast.nn.modules.conv import Conv1d, Conv2d, Conv3d, Convolution
 from narrowcast.nn.modules.linear import Linear, as_autocast, linear_on_rows
 from narrowcast.nn.qat.clips import scale_of
 from narrowcast.nn.qat.fake_quantize import FakeQuantize
+from narrowcast.nn.qat.straight_through import FLOOR
 
 
 class QuantizedInput(OneWeight):
@@ -73,8 +76,7 @@ class IntegerLayer(OneWeight):
     bias: nn.Parameter | None
     weight_integers: Tensor
     weight_scales: Tensor
-    weight_sums: Tensor
-    made_on_load = "weight_integers", "weight_scales", "weight_sums"
+    made_on_load: tuple[str, ...]
 
     def forward(self, input: Tensor) -> Tensor:
         x, bias = as_autocast(input), self.bias
@@ -100,11 +102,8 @@ class IntegerLayer(OneWeight):
     def reserve(self) -> None:
         """Allocate the operands of rows that are still to be loaded."""
         (rows, *size), device = self.held.shape, self.weight.device
-        self._set_operands(
-            torch.empty(rows, math.prod(size), dtype=torch.int8, device=device),
-            torch.empty(rows, dtype=torch.float32, device=device),
-            torch.empty(rows, dtype=torch.int64, device=device),
-        )
+        integers = torch.zeros(rows, math.prod(size), dtype=torch.int8, device=device)
+        self._set_operands(integers, torch.empty(rows, dtype=torch.float32, device=device))
 
     def unpack(self) -> None:
         """Compute the int8 operands from the rows; `convert_` and `load_state_dict` call it."""
@@ -112,39 +111,23 @@ class IntegerLayer(OneWeight):
         scales = self.codec.split(rows, numel).scales
         assert scales is not None
         integers = (self.codec.decode(rows, numel, torch.float32) / scales).round().to(torch.int8)
-        self._set_operands(integers, scales.flatten().clone(), integers.sum(1, dtype=torch.int64))
+        self._set_operands(integers, scales.flatten().clone())
 
-    def _set_operands(self, *operands: Tensor) -> None:
-        for name, operand in zip(self.made_on_load, operands, strict=True):
+    def _set_operands(self, integers: Tensor, scales: Tensor) -> None:
+        for name, operand in zip(self.made_on_load, self._operands(integers, scales), strict=True):
             self.register_buffer(name, operand, persistent=False)
 
-    @property
-    def offset(self) -> int:
-        """What is subtracted from levels to make them int8."""
-        return 128 if self.input_quantizer.top > 127 else 0
-
-    def input_levels(self, x: Tensor) -> Tensor:
-        """The levels of x, integers in fp32; NaN where x is."""
-        quantizer = self.input_quantizer
-        scale = self.input_scale()
-        # A level times the scale, divided by it, is within two roundings of the level, which is at most 255.
-        return (fake_quantize(x.float(), scale, quantizer.grid, None) / scale).round()
+    def _operands(self, integers: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+        """What the product reads, in the order of `made_on_load`, from weights [rows, numel] and their scales."""
+        raise NotImplementedError
 
     def input_scale(self) -> Tensor:
-        return scale_of(self.input_quantizer.clip, self.input_quantizer.top)
-
-    def multiply(self, levels: Tensor, first: int = 0, last: int | None = None) -> Tensor:
-        """Levels [batch, k] times the weights of outputs first to last: exact, int32 or int64 [batch, outputs]."""
-        integers = self.weight_integers[first:last]
-        sums = integer_linear((levels - self.offset).to(torch.int8), integers)
-        return sums + self.offset * self.weight_sums[first:last] if self.offset else sums
-
-    def scaled(self, sums: Tensor, bias: Tensor | None, unknown: Tensor, dtype: torch.dtype) -> Tensor:
-        """Exact sums [batch, outputs] as results: one product, and the bias, in fp32; NaN where an input was."""
-        out = sums.float() * (self.input_scale() * self.weight_scales)
-        if bias is not None:
-            out = out + bias.float()
-        return torch.where(unknown, math.nan, out).to(dtype)
+        alpha, top = self.input_quantizer.alpha, self.input_quantizer.top
+        if operators.unwatched(alpha.data):  # in two steps, where a small layer would wait for eight of torch's
+            value = alpha.item() if alpha.device.type == "cpu" else math.nan
+            if FLOOR <= value < math.inf:  # rounded to fp64 first, which changes no quotient of fp32
+                return torch.tensor([value / top], dtype=torch.float32, device="cpu")
+        return scale_of(self.input_quantizer.clip, top)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -191,52 +174,72 @@ class _InIntegers(torch.autograd.Function):
 class IntegerLinear(IntegerLayer, Linear):
     """A Linear whose products are int8 x int8 -> int32."""
 
+    weight_sums: Tensor
+    made_on_load = "weight_integers", "weight_scales", "weight_sums"
+
+    def _operands(self, integers: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+        return integers, scales, integers.sum(1, dtype=torch.int64)
+
     def _in_integers(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ShapeError(f"input: expected [..., {self.in_features}], got {list(x.shape)}.")
         levels = self.input_levels(x.reshape(-1, x.shape[-1]))
-        unknown = levels.isnan().any(-1, keepdim=True)
-        return self.scaled(self.multiply(levels), bias, unknown, x.dtype).view(*x.shape[:-1], self.out_features)
+        out = self.multiply(levels).float() * (self.input_scale() * self.weight_scales)
+        if bias is not None:
+            out = out + bias.float()
+        out = torch.where(levels.isnan().any(-1, keepdim=True), math.nan, out)
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def multiply(self, levels: Tensor) -> Tensor:
+        """Levels [batch, k] times the weights: exact, int32 or int64 [batch, outputs]."""
+        offset = 128 if self.input_quantizer.top > 127 else 0  # what makes levels int8
+        sums = integer_linear((levels - offset).to(torch.int8), self.weight_integers)
+        return sums + offset * self.weight_sums if offset else sums
+
+    def input_levels(self, x: Tensor) -> Tensor:
+        """The levels of x, integers in fp32; NaN where x is."""
+        scale = self.input_scale()
+        # A level times the scale, divided by it, is within two roundings of the level, which is at most 255.
+        return (fake_quantize(x.float(), scale, self.input_quantizer.grid, None) / scale).round()
 
     def _in_floats(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_on_rows(self.input_quantizer(x), self.weight, self.codec, self.in_features, bias)
 
 
 class _IntegerConv(IntegerLayer, Convolution):
+    made_on_load = "weight_integers", "weight_scales"
+
+    def _operands(self, integers: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+        shape = self.held.shape if len(self.kernel_size) == 2 else (*self.held.shape[:2], 1, self.held.shape[2])
+        return to_words(integers.view(shape)), scales
+
     def _in_integers(self, x: Tensor, bias: Tensor | None) -> Tensor:
         spatial = len(self.kernel_size)
         if x.dim() == spatial + 1:
             return self._in_integers(x.unsqueeze(0), bias).squeeze(0)
-        if x.dim() != spatial + 2:
-            raise ShapeError(f"input: expected {spatial + 1} or {spatial + 2} dimensions, got shape {list(x.shape)}.")
-        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        levels = F.pad(self.input_levels(x), self._reversed_padding_repeated_twice, mode=mode)
-        size = [self._positions(levels.shape[2 + place], place) for place in range(spatial)]
-        windows = self._windows(levels)
-        each, outputs = windows.shape[1] // self.groups, self.out_channels // self.groups
-        sums, unknown = [], []
-        for group in range(self.groups):
-            columns = windows[:, group * each : (group + 1) * each]
-            sums.append(self.multiply(columns, group * outputs, (group + 1) * outputs))
-            unknown.append(columns.isnan().any(-1, keepdim=True).expand(-1, outputs))
-        out = self.scaled(torch.cat(sums, 1), bias, torch.cat(unknown, 1), x.dtype)
-        return out.view(len(x), -1, self.out_channels).transpose(1, 2).reshape(len(x), self.out_channels, *size)
+        if x.dim() != spatial + 2 or x.shape[1] != self.in_channels:
+            wanted = ["batch", self.in_channels, *("height", "width")[-spatial:]]
+            raise ShapeError(
+                f"input: expected [{', '.join(map(str, wanted))}], with or without the batch; got {list(x.shape)}."
+            )
+        image, around = x.float(), self._reversed_padding_repeated_twice
+        if self.padding_mode != "zeros":
+            image, around = F.pad(image, around, mode=self.padding_mode), [0] * len(around)
+        image = image if spatial == 2 else image.unsqueeze(2)
+        steps = (*_planar(self.stride), *_planar(self.dilation))
+        window = Window._make((*steps, *around, *[0] * (4 - len(around)), self.groups))
+        quantizer, scale = self.input_quantizer, self.input_scale()
+        factor, bias = scale * self.weight_scales, None if bias is None else bias.float()
+        out = integer_conv(image.contiguous(), scale, quantizer.grid, self.weight_integers, factor, bias, window)
+        return (out if spatial == 2 else out.squeeze(2)).to(x.dtype)
 
     def _in_floats(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self.convolved(self.input_quantizer(x), bias)
 
-    def _windows(self, levels: Tensor) -> Tensor:
-        """What each output position multiplies: [batch * positions, channels * kernel]."""
-        options = (self.kernel_size, self.dilation, self.stride)
-        if len(self.kernel_size) == 1:
-            levels = levels.unsqueeze(2)
-            options = ((1, *self.kernel_size), (1, *self.dilation), (1, *self.stride))
-        kernel, dilation, stride = options
-        columns = F.unfold(levels, kernel, dilation, 0, stride)
-        return columns.transpose(1, 2).reshape(-1, columns.shape[1])
 
-    def _positions(self, size: int, place: int) -> int:
-        return (size - self.dilation[place] * (self.kernel_size[place] - 1) - 1) // self.stride[place] + 1
+def _planar(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a convolution of one dimension, the step down is 1."""
+    return sizes if len(sizes) == 2 else (1, *sizes)
 
 
 class IntegerConv1d(_IntegerConv, Conv1d):

@@ -10,7 +10,7 @@ Nothing else about a layer changes: names, hooks, biases and references to it st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -35,6 +35,14 @@ class Trained(nn.Module):
     def quantized_input(self, x: Tensor) -> Tensor:
         """The input at the levels of its grid, or as it is where inputs are not quantized."""
         return x if self.input_quantizer is None else self.input_quantizer(x)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Also a float weight without clips (strict=False): clips that were chosen from the old weight start anew."""
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        quantizer = self.weight_quantizer
+        without_clips = prefix + "weight" in state_dict and f"{prefix}weight_quantizer.alpha" not in state_dict
+        if without_clips and not quantizer.given and self.weight.device.type != "meta":
+            quantizer.start_from(self.weight)
 
 
 class QatLinear(Trained, nn.Linear):

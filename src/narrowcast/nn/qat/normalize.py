@@ -38,6 +38,17 @@ def normalized(x: Tensor, through: bool) -> tuple[Tensor, Tensor]:
     return x - x.mean().detach(), moments(x)[1].detach()
 
 
+def standardized(x: Tensor) -> Tensor:
+    """(x - mean) / deviation in fp32, as the paper's own code has it: dividing by n - 1, both constants of the batch.
+
+    A constant tensor becomes zeros.
+    """
+    values = x.float()
+    fixed = values.detach()
+    deviation = fixed.std() if fixed.numel() > 1 else fixed.new_ones(())
+    return (values - fixed.mean()) / torch.where(deviation > 0, deviation, 1.0)
+
+
 class Normalize(torch.autograd.Function):
     """x to (x - mean, deviation); differentiable through both if `through`."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from narrowcast.codecs import Codec
-from narrowcast.codecs.rules import CodecLike, compile_rules
+from narrowcast.codecs.rules import CodecLike, Rules, compile_rules
 from narrowcast.errors import QuantizeError, StateDictError
 from narrowcast.nn.modules.fast_path import set_fast_path
 from narrowcast.nn.noise import sqnr
@@ -25,7 +25,7 @@ from narrowcast.nn.qat.grids import stored_codec, trainable
 from narrowcast.nn.qat.layers import TRAINED, Trained, train
 from narrowcast.nn.quantize import as_module, choose_codec, count_rules
 from narrowcast.nn.report import Entry, Report
-from narrowcast.nn.state import check_before_loading
+from narrowcast.nn.state import check_before_loading, loading_strictly
 from narrowcast.nn.survey import Skip, Slot, Weight, direct_read, survey
 
 
@@ -38,6 +38,14 @@ class Options(NamedTuple):
     learn: bool
 
 
+class Codecs(NamedTuple):
+    """What weights, inputs, and both of the first and the last layer get where no rule decides."""
+
+    weights: CodecLike
+    activations: CodecLike | None
+    first_last: CodecLike | None
+
+
 class Choice(NamedTuple):
     """One weight, and the codecs of it and of its layer's inputs."""
 
@@ -46,12 +54,17 @@ class Choice(NamedTuple):
     activations: Codec | None
 
 
+Decision = tuple[list[Choice], list[Skip], list[str]]
+RuleMap = Mapping[str, CodecLike | bool | None] | None
+
+
 def prepare_qat_(
     model: nn.Module,
     weights: CodecLike = "apot4",
     activations: CodecLike | None = None,
     *,
-    rules: Mapping[str, CodecLike | bool | None] | None = None,
+    rules: RuleMap = None,
+    input_rules: RuleMap = None,
     first_last: CodecLike | None = "int8",
     per_channel: bool = True,
     normalize: str | None = "through",
@@ -61,7 +74,8 @@ def prepare_qat_(
     """Let the layers of a model train with quantized weights, and inputs, in place; says which, and what it skipped.
 
     `rules` maps regular expressions, searched for in the names of modules, to the codecs of weights, or to None for
-    layers that are to stay as they are. The first and the last layer get `first_last`, weights and inputs, unless a
+    layers that are to stay as they are; `input_rules` likewise to the codecs of inputs, or to None for inputs that
+    stay floats. The first and the last layer get `first_last`, weights and inputs, unless a
     rule decides or it is None; a model of one layer has no first and last. `normalize` (see FakeQuantize) holds for
     weights of fewer than 8 bits but those of embeddings. Weights have a clip per output channel, or with
     `per_channel=False` one; they start from the weights at once, inputs from the first batch or from `calibrate_`.
@@ -73,7 +87,7 @@ def prepare_qat_(
             "model: it is prepared already. Call convert_(model) once it is trained, or start from the float model. "
             "The model was left as it was."
         )
-    choices, skips, unused = _decide(model, weights, activations, rules, first_last)
+    choices, skips, unused = _decide(model, Codecs(weights, activations, first_last), rules, input_rules)
     quantizers = [_weight_quantizer(choice, options) for choice in choices]
     entries = [_change(*pair, options) for pair in zip(choices, quantizers, strict=True)]
     set_fast_path(model)
@@ -107,17 +121,10 @@ def parameter_groups(
 # -- decide --------------------------------------------------------------------------------------------------------
 
 
-def _decide(
-    model: nn.Module,
-    weights: CodecLike,
-    activations: CodecLike | None,
-    rules: Mapping[str, CodecLike | bool | None] | None,
-    first_last: CodecLike | None,
-) -> tuple[list[Choice], list[Skip], list[str]]:
-    inner = compile_rules(rules, trainable(weights))
-    outer = inner if first_last is None else compile_rules(rules, trainable(first_last))
-    inputs = None if activations is None else trainable(activations)
-    outer_inputs = inputs if first_last is None or inputs is None else trainable(first_last)
+def _decide(model: nn.Module, codecs: Codecs, rules: RuleMap, input_rules: RuleMap) -> Decision:
+    inner, outer = _both(rules, trainable(codecs.weights), codecs.first_last)
+    inputs = None if codecs.activations is None else trainable(codecs.activations)
+    inner_inputs, outer_inputs = _both(input_rules, inputs, None if inputs is None else codecs.first_last)
     fitting, skips = _trainable_weights(model)
     count_rules(inner, skips)
     choices = []
@@ -125,11 +132,19 @@ def _decide(
         outermost = len(fitting) > 1 and place in (0, len(fitting) - 1)
         codec = choose_codec(weight, outer if outermost else inner)
         if isinstance(codec, Codec):
-            choices.append(Choice(weight, trainable(codec), outer_inputs if outermost else inputs))
+            names = [name for slot in weight.slots for name in slot.names]
+            activations = (outer_inputs if outermost else inner_inputs).codec_for(*names)
+            choices.append(Choice(weight, trainable(codec), None if activations is None else trainable(activations)))
         else:
             skips += codec
-    unused = [pattern for pattern in inner.unused if pattern in outer.unused]
-    return choices, skips, unused
+    both = ((inner, outer), (inner_inputs, outer_inputs))
+    return choices, skips, [pattern for one, other in both for pattern in one.unused if pattern in other.unused]
+
+
+def _both(rules: RuleMap, codec: Codec | None, first_last: CodecLike | None) -> tuple[Rules, Rules]:
+    """Rules for the layers within, and for the first and the last one."""
+    inner = compile_rules(rules, codec)
+    return inner, inner if first_last is None else compile_rules(rules, trainable(first_last))
 
 
 def _trainable_weights(model: nn.Module) -> tuple[list[Weight], list[Skip]]:
@@ -211,7 +226,7 @@ def _entry(choice: Choice, quantizer: FakeQuantize) -> Entry:
         codec=stored.spec,
         bytes_before=weight.numel() * weight.element_size(),
         bytes_after=weight.shape[0] * stored.row_bytes(math.prod(weight.shape[1:])),
-        sqnr=None if weight.device.type == "meta" else sqnr(weight, quantizer(weight)),
+        sqnr=None if weight.device.type == "meta" else sqnr(quantizer.target(weight), quantizer(weight)),
         tied=tuple(choice.weight.names()[1:]),
     )
 
@@ -223,6 +238,7 @@ def check_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, *rest: Any
 ) -> None:
     """Refuse a state dict without clips, or of another grid."""
+    strict = strict and loading_strictly()
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, FakeQuantize):
             continue
@@ -231,6 +247,7 @@ def check_state_dict(
             raise StateDictError(
                 f"state_dict: it has no {start + 'alpha'!r}. It comes from the model before prepare_qat_, or from one "
                 "prepared differently: load it into the float model and call prepare_qat_ then, or prepare with the "
-                "arguments it was saved with. Nothing was loaded."
+                "arguments it was saved with. With strict=False its weights are loaded, and clips start from them. "
+                "Nothing was loaded."
             )
         module.check_state(state_dict, start)

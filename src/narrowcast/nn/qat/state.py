@@ -32,7 +32,8 @@ def facts_of(quantizer: FakeQuantize) -> dict[str, Any]:
 def take_facts(quantizer: FakeQuantize, facts: Mapping[str, Any]) -> None:
     """Apply the facts of a state dict that `check_state` has accepted."""
     normalize, observer = facts.get("normalize"), facts.get("observer")
-    if (normalize is None) != (quantizer.normalize is None):  # "through" and "detached" differ in gradients alone
+    own = quantizer.normalize
+    if {normalize, own} != {"through", "detached"}:  # which differ in gradients alone
         quantizer.normalize = normalize
     if observer is not None and facts_of(quantizer)["observer"] != observer:
         quantizer.observer = make_described(observer).to(quantizer.alpha.device)

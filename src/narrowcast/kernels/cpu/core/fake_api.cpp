@@ -3,12 +3,10 @@
 // Tasks depend on the shape alone, each leaves its sums in a place of its own, and the places are added up in order: threads
 // change no bit of a scale's gradient.
 
-#include "fake.h"
-
-#include <cmath>
 #include <numeric>
 #include <vector>
 
+#include "fake_grid.h"
 #include "threads.h"
 
 namespace {
@@ -20,14 +18,6 @@ constexpr int64_t LEAST = 512;  // elements from which on a run is long enough: 
 constexpr int64_t ROWS = 64;    // such runs that a task takes, one below the other
 constexpr int64_t TOGETHER = 4;  // of which so many are done at a time, so that scales and sums are read and written less
 constexpr int64_t STREAM = 1 << 24;  // bytes from which on results are not expected to stay in any cache
-
-const FakeKernels& kernels([[maybe_unused]] int32_t isa) {
-#if defined(__x86_64__)
-    if (isa == 2) return fake_avx512;
-    if (isa == 1) return fake_avx2;
-#endif
-    return fake_plain;
-}
 
 // What went past the caches is to be seen by other threads. Not after every run: it waits for memory.
 void publish() {
@@ -158,22 +148,11 @@ extern "C" __attribute__((visibility("default"))) int32_t nc_fake_quantize(
     int32_t threads, int32_t isa) {
     try {
         KeepDenormals keep;
-        const FakeKernels& k = kernels(isa);
-        FakeGrid grid;
-        grid.uniform = uniform != 0, grid.low = levels[0], grid.high = levels[count - 1], grid.spec = Spec{};
-        alignas(64) float padded[2][256];
-        if (!grid.uniform) {
-            while ((1 << grid.spec.bits) < count || grid.spec.bits == 0) ++grid.spec.bits;
-            std::fill(padded[0], padded[0] + 256, NAN);
-            std::fill(padded[1], padded[1] + 256, HUGE_VALF);
-            std::copy(levels, levels + count, padded[0]);
-            std::copy(thresholds, thresholds + count - 1, padded[1]);
-            grid.spec.element = LEVELS, grid.spec.levels = padded[0], grid.spec.thresholds = padded[1];
-        }
-        k.prepare(grid);
+        const FakeKernels& k = fake_kernels(isa);
+        const PreparedGrid prepared(k, levels, thresholds, count, uniform != 0);
         const bool stream = dtype == F32 && outer * channels * inner * 4 >= STREAM;
         const FakeRun run{x, grad, out, dtype, 0, 0, nullptr, nullptr, false, 1, 0, false, stream, nullptr};
-        const Job job{k, grid, run, outer, channels, inner, scale, of_scale, threads};
+        const Job job{k, prepared.grid, run, outer, channels, inner, scale, of_scale, threads};
         return channels == 1 || inner >= SHORT ? job.in_slices() : job.in_columns();
     } catch (...) {
         return 1;

@@ -1,0 +1,64 @@
+"""What the compiled core is told of a row: its format and where its bytes lie."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import lru_cache
+
+from narrowcast.kernels.layout import Format, Recipe, layout, scaling
+
+
+class Spec(ctypes.Structure):
+    """Mirrors `Spec` in core/core.h."""
+
+    _fields_ = (
+        ("element", c_int32),
+        ("bits", c_int32),
+        ("scale", c_int32),
+        ("stochastic", c_int32),
+        ("signed_scale", c_int32),
+        ("reserved", c_int32),
+        ("step", c_float),
+        ("limit", c_float),
+        ("numel", c_int64),
+        ("groups", c_int64),
+        ("group_size", c_int64),
+        ("codes_bytes", c_int64),
+        ("scales_offset", c_int64),
+        ("zeros_offset", c_int64),
+        ("row_bytes", c_int64),
+        ("levels", c_void_p),
+        ("thresholds", c_void_p),
+    )
+
+
+@lru_cache(maxsize=4096)
+def spec(format: Format, peak: float, numel: int, table: int) -> object:
+    """A pointer to the `Spec` of a row; `table` is the address of the codec's table, or 0."""
+    where = layout(format, numel)
+    described = Spec(
+        format.element,
+        format.bits,
+        format.scale,
+        format.stochastic,
+        format.signed_scale,
+        0,
+        *scaling(format, peak),
+        numel,
+        where.groups,
+        where.group_size,
+        where.codes_bytes,
+        where.scales_offset,
+        where.zeros_offset,
+        where.row_bytes,
+        table or None,
+        table + 4 * 2**format.bits if table else None,
+    )
+    return ctypes.pointer(described)
+
+
+def spec_of(recipe: Recipe, numel: int) -> object:
+    """A pointer to the `Spec` of rows of a codec."""
+    format, peak, table = recipe
+    return spec(format, peak, numel, 0 if table is None else table.data_ptr())
