@@ -1,7 +1,7 @@
 """A checkpoint to a quantized one, file by file, without a model and in bounded memory.
 
 parts.py lays out the files of the target. They are written one by one, by any number of processes, each of which holds
-one tensor and its encoding at a time.
+a tile of one tensor and its encoding at a time. Files and tensors may be larger than memory.
 
 A note in the target folder says which run is writing there, until the last file is written. A run with the same note
 resumes: it compares the files that are complete with their checksums, and writes the others.

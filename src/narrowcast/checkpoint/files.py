@@ -11,7 +11,7 @@ import errno
 import os
 import secrets
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -34,12 +34,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Entry(NamedTuple):
-    """A tensor to be written: its dtype and shape, and a function that makes it when its turn comes."""
+    """A tensor to be written: its dtype and shape, and a function that makes it when its turn comes, tile by tile."""
 
     name: str
     stored: Stored
     encoding: Encoding | None
-    make: Callable[[], Tensor]
+    make: Callable[[], Iterable[Tensor]]
+    """Contiguous tensors that have, one behind the other, the elements of this one."""
 
 
 class Staging:
@@ -125,7 +126,7 @@ def write_tensors(
     advance: Callable[[int], None] = lambda count: None,
     inputs: Mapping[str, tuple[Codec, bool]] | None = None,
 ) -> bytes:
-    """Write a safetensors file tensor by tensor, holding one at a time. `advance` is called with the bytes written.
+    """Write a safetensors file tensor by tensor, holding a tile at a time. `advance` is called with the bytes written.
 
     Returns the header. It holds the checksums of all tensors, so it is written twice: before the tensors to take its
     place, and after them. Its length does not depend on the checksums.
@@ -155,16 +156,17 @@ def _alignment(entry: Entry) -> int:
 
 
 def _write(file: BinaryIO, entry: Entry, advance: Callable[[int], None]) -> str:
-    tensor = entry.make()
-    if (tensor.dtype, tuple(tensor.shape)) != tuple(entry.stored):
+    checksum = written = 0
+    for tile in entry.make():
+        if tile.dtype == entry.stored.dtype:
+            for chunk in chunks(tile):
+                file.write(chunk)
+                checksum, written = zlib.crc32(chunk, checksum), written + len(chunk)
+                advance(len(chunk))
+    if written != entry.stored.nbytes:
         raise CheckpointError(
             f"{entry.name!r} changed while it was being written. Save when no other thread changes it."
         )
-    checksum = 0
-    for chunk in chunks(tensor):
-        file.write(chunk)
-        checksum = zlib.crc32(chunk, checksum)
-        advance(len(chunk))
     return f"{checksum:08x}"
 
 
