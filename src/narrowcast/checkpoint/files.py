@@ -55,9 +55,11 @@ class Staging:
 
     @contextmanager
     def file(self, name: str) -> Iterator[BinaryIO]:
-        """A new file to write to. It is complete when the block ends."""
-        temporary = self._folder / f".{name}.{secrets.token_hex(4)}{SUFFIX}"
-        self._ready[temporary] = self._folder / name
+        """A new file to write to, in the folder or below it. It is complete when the block ends."""
+        path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{SUFFIX}")
+        self._ready[temporary] = path
         with self._named(temporary), open(temporary, "xb") as file:
             yield file
             file.flush()
@@ -114,7 +116,7 @@ def sync(folder: Path) -> None:
 
 def sweep(folder: Path) -> None:
     """Remove the temporary files of killed processes. No other process may be writing to the folder."""
-    for path in folder.glob(f".*{SUFFIX}"):
+    for path in folder.rglob(f".*{SUFFIX}"):
         path.unlink(missing_ok=True)
 
 

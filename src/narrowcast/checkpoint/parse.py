@@ -158,9 +158,7 @@ def _check_contents(
     return Contents(tensors, spans, encodings, checksums, tied, parts["user"], inputs)
 
 
-def _input(
-    entry: object, layer: str, names: set[str], modules: dict[str, Any], where: str
-) -> tuple[Codec, bool]:
+def _input(entry: object, layer: str, names: set[str], modules: dict[str, Any], where: str) -> tuple[Codec, bool]:
     about = _object(entry, f"the description of the inputs of {short(layer)}", where)
     signed = about.get("signed")
     if clip_of(layer) not in names or not isinstance(signed, bool):
@@ -172,9 +170,7 @@ def _input(
     return _codec(about.get("codec"), layer, modules, where, of_inputs=True), signed
 
 
-def _encoding(
-    entry: object, name: str, tensors: dict[str, Stored], modules: dict[str, Any], where: str
-) -> Encoding:
+def _encoding(entry: object, name: str, tensors: dict[str, Stored], modules: dict[str, Any], where: str) -> Encoding:
     about = _object(entry, f"the description of {short(name)}", where)
     dtype = about.get("dtype")
     if not isinstance(dtype, str) or dtype not in _FLOATS:

@@ -1,7 +1,7 @@
 """What each file of a converted checkpoint will hold, decided from the headers of the source alone.
 
 The size of an encoded weight is known before it is encoded, so every output file is laid out before the first one is
-written. An `Entry` encodes its weight when its turn comes, tile by tile, to the bytes that `narrowcast.quantize_` gives.
+written. An `Entry` encodes its weight when its turn comes, tile by tile, to the bytes of `narrowcast.quantize_`.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def check_storable(codec: Codec) -> None:
         again = codec_in_file(codec.spec)
     except SpecError as error:
         raise SpecError(
-            f"codec={codec.spec!r}: a file holds the name of a codec, and nothing could read this one: {error} Register "
-            f"it first: narrowcast.register_codec({codec.name!r}, {type(codec).__name__})."
+            f"codec={codec.spec!r}: a file holds the name of a codec, and nothing could read this one: {error} "
+            f"Register it first: narrowcast.register_codec({codec.name!r}, {type(codec).__name__})."
         ) from error
     here, there = (own._recipe(torch.device("cpu")) for own in (codec, again))
     tables = [torch.empty(0) if recipe.table is None else recipe.table for recipe in (here, there)]

@@ -42,7 +42,9 @@ def decode_tiles(codec: Codec, rows: int, numel: int, read: Read, dtype: torch.d
     if _cut_rows(codec, numel):
         for row in range(rows):
             for start, stop in _cuts(codec, numel):
-                yield codec.decode(fields.read_part(codec, numel, start, stop, _from(read, row * size)), stop - start, dtype)
+                yield codec.decode(
+                    fields.read_part(codec, numel, start, stop, _from(read, row * size)), stop - start, dtype
+                )
     else:
         for start, stop in sensitivity.tiles(rows, numel):
             yield codec.decode(read(start * size, stop * size).view(stop - start, size), numel, dtype).view(-1)

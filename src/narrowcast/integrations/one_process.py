@@ -31,7 +31,9 @@ def compress(
     except ModelKindError as error:
         if _ranks() > 1:
             raise ModelKindError(refusal) from error
-        options = {name: value for name, value in options.items() if name != "gather"}  # the codec of FSDP2's parameters
+        options = {
+            name: value for name, value in options.items() if name != "gather"
+        }  # the codec of FSDP2's parameters
         compression = GradientCompression(codec, model=model, **options)
     sends = _ranks(compression.process_group) > 1
     if not sends:

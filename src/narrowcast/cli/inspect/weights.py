@@ -57,7 +57,9 @@ def _weight(checkpoint: Checkpoint, name: str) -> Weight | None:
     if choice.codec is None:
         return None
     rows, columns = math.prod(stored.shape[: choice.lead]), math.prod(stored.shape[choice.lead :])
-    return Weight(name, stored.shape, stored.dtype, None, rows, columns, partial(_read_plain, checkpoint, name, columns))
+    return Weight(
+        name, stored.shape, stored.dtype, None, rows, columns, partial(_read_plain, checkpoint, name, columns)
+    )
 
 
 def _read_plain(checkpoint: Checkpoint, name: str, columns: int, start: int, stop: int) -> Tensor:

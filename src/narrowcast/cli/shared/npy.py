@@ -47,9 +47,10 @@ def _open(path: Path) -> Any:
     if not isinstance(array, np.ndarray):
         raise CheckpointError(f"{path}: is a renamed .npz file of several arrays. Save each array with numpy.save.")
     if array.dtype.newbyteorder("=").name not in FLOATS:
+        kind = array.dtype.newbyteorder("=").name
         usual = " The usual cause is bfloat16, which .npy has no name for." if array.dtype.kind == "V" else ""
         raise DtypeError(
-            f"{path}: holds {array.dtype.newbyteorder('=').name}, and codecs take {', '.join(FLOATS)}.{usual} Save it as "
+            f"{path}: holds {kind}, and codecs take {', '.join(FLOATS)}.{usual} Save it as "
             'array.astype("float32"), or as .safetensors, which has bfloat16.'
         )
     return array
