@@ -108,13 +108,12 @@ def regions(codec: Codec, row: Tensor, numel: int) -> tuple[Tensor, Tensor, Tens
     return row[: where.codes_bytes], row[where.scales_offset : where.zeros_offset], row[where.zeros_offset : end]
 
 
-def end_of_row(codec: Codec, numel: int, scales: Tensor, zero_points: Tensor) -> Tensor:
-    """All bytes of a row behind its codes, given the bytes of its scales and zero points."""
+def new_end(codec: Codec, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros for all bytes of a row behind its codes; and the scales and zero points in them, to be filled in."""
     where = layout(codec.format, numel)
-    end = torch.zeros(where.row_bytes - where.codes_bytes, dtype=torch.uint8, device=scales.device)
-    for at, stored in ((where.scales_offset, scales), (where.zeros_offset, zero_points)):
-        end[at - where.codes_bytes :][: len(stored)] = stored
-    return end
+    end = torch.zeros(where.row_bytes - where.codes_bytes, dtype=torch.uint8, device="cpu")
+    scales = end[where.scales_offset - where.codes_bytes : where.zeros_offset - where.codes_bytes]
+    return end, scales, end[where.zeros_offset - where.codes_bytes :][: where.groups if codec.format.affine else 0]
 
 
 def read_part(codec: Codec, numel: int, start: int, stop: int, read: Callable[[int, int], Tensor]) -> Tensor:

@@ -63,12 +63,14 @@ def _cuts(codec: Codec, numel: int) -> Iterator[tuple[int, int]]:
 
 
 def _encode_row(codec: Codec, numel: int, read: Read) -> Iterator[Tensor]:
-    parts = []
+    end, *behind = fields.new_end(codec, numel)
     for start, stop in _cuts(codec, numel):
-        codes, *rest = fields.regions(codec, codec.encode(read(start, stop)), stop - start)
+        codes, *parts = fields.regions(codec, codec.encode(read(start, stop)), stop - start)
         yield codes
-        parts.append([part.clone() for part in rest])
-    yield fields.end_of_row(codec, numel, *(torch.cat(part) for part in zip(*parts, strict=True)))
+        for place, (rest, part) in enumerate(zip(behind, parts, strict=True)):
+            rest[: len(part)] = part
+            behind[place] = rest[len(part) :]
+    yield end
 
 
 def _from(read: Read, first: int) -> Read:

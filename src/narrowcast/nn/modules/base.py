@@ -97,6 +97,9 @@ class Encoded(nn.Module):
         """The float module, with the decoded weights; this one is left as it is. Biases are shared."""
         return self.conversion.dequantize_(copy_modules(self))
 
+    def _enter(self) -> None:
+        """Remove what only the float form needs; called when a float module has become an encoded one."""
+
     def _leave(self) -> None:
         """Remove what only the encoded form needs; called before a module becomes a float one again."""
 
@@ -187,6 +190,7 @@ def become(module: nn.Module, target: type[Encoded], dtype: torch.dtype) -> None
     if not isinstance(module, Encoded):
         float_class, module.__class__ = type(module), target
         begin(module, float_class, dtype)  # type: ignore[arg-type]
+        module._enter()  # type: ignore[operator]
 
 
 def begin(module: Encoded, float_class: type[nn.Module], dtype: torch.dtype) -> None:
