@@ -41,7 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (source / path).mkdir()
         (source / path / "config.json").write_text(json.dumps(about))
     dense = nn.Linear(64, 16)
-    nc.save({f"linear.{name}": value for name, value in dense.state_dict().items()}, source / "2_Dense/model.safetensors")
+    nc.save(
+        {f"linear.{name}": value for name, value in dense.state_dict().items()}, source / "2_Dense/model.safetensors"
+    )
     (source / "onnx").mkdir()
     (source / "onnx" / "model.onnx").write_bytes(b"the original model")
     conversion = open_conversion(source, here / "int8", "int8")

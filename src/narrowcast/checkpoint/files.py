@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +24,7 @@ from torch import Tensor
 from narrowcast.checkpoint.header import Contents, Stored, header_bytes
 from narrowcast.codecs import Codec
 from narrowcast.codecs.payload import Encoding
-from narrowcast.errors import CheckpointError
+from narrowcast.errors import CheckpointError, TargetError
 
 SUFFIX = ".narrowcast-tmp"
 CHUNK = 1 << 24
@@ -102,6 +103,31 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         with staging.file(path.name) as file:
             yield file
         staging.publish()
+
+
+def make_folder(what: str, folder: Path) -> None:
+    """Make a folder that files can be written to, and its parents; refused if that cannot be. Errors call it `what`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
+        raise TargetError(
+            f"{what}: the folder {str(folder)!r} cannot be made: {error.strerror}. Name a folder that you may write to."
+        ) from error
+    check_writable(what, folder)
+
+
+def check_writable(what: str, folder: Path) -> None:
+    """Refuse a folder that no file can be written to. Errors call it `what`."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
+        raise TargetError(
+            f"{what}: cannot write to the folder {str(folder)!r}: {error.strerror}. Name a folder that you may write to."
+        ) from error
 
 
 def sync(folder: Path) -> None:
