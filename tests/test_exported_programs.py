@@ -1,4 +1,4 @@
-"""Programs of torch.export, and packages of AOTInductor, in a process that has imported narrowcast and nothing of it."""
+"""Programs of torch.export and packages of AOTInductor, in a process that has imported narrowcast and nothing of it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         ["--params", "1M", "--ranks", "2", "--bandwidth", "1gbit"],
         "narrowcast.distributed.planning.codec_speed.measure_codecs",
     ),
-    "netlab": (["--ranks", "2", "--", "true"], "narrowcast.netlab.cli.run"),
+    "netlab": (["--ranks", "2", "--", "true"], "narrowcast.netlab.run.run"),
     **{
         f"bench {name}": ([], "narrowcast.cli.shared.scripts._wait")
         for name in ("codec", "wire", "training", "linear", "grids")

@@ -171,7 +171,7 @@ def test_one_process_trains_and_says_once_that_nothing_is_sent(tmp_path: Path) -
     from narrowcast.integrations.accelerate import compress_gradients
 
     accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(nn.Linear(8, 8), None)
+    model = accelerator.prepare(nn.Linear(8, 8))
     with pytest.warns(UserWarning, match="one process, so no gradient is sent"):
         compression = compress_gradients(accelerator, model, CODEC)
     accelerator.backward(model(torch.randn(2, 8)).square().mean())

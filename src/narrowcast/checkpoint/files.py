@@ -126,7 +126,8 @@ def check_writable(what: str, folder: Path) -> None:
         if error.errno in _FULL:
             raise
         raise TargetError(
-            f"{what}: cannot write to the folder {str(folder)!r}: {error.strerror}. Name a folder that you may write to."
+            f"{what}: cannot write to the folder {str(folder)!r}: {error.strerror}. Name a folder that you may write "
+            "to."
         ) from error
 
 

@@ -1,9 +1,10 @@
 """Which tensors of a checkpoint are weights, decided by name and shape alone.
 
 Without a model, the names that torch.nn and transformers give decide. Weights are floating tensors called `weight` with
-two dimensions or more, the projections of `nn.MultiheadAttention`, the matrices of recurrent layers
-(`weight_ih_l0`), and floating tensors of any name with three dimensions (the experts of a mixture). Everything else is copied. As in `quantize_`, a rule is searched for in the
-module's name ("layers.0.mlp.up_proj"), and in the tensor's name if that is not `weight`.
+two dimensions or more, the projections of `nn.MultiheadAttention`, the matrices of recurrent layers (`weight_ih_l0`),
+and floating tensors of any name with three dimensions (the experts of a mixture). Everything else is copied. As in
+`quantize_`, a rule is searched for in the module's name ("layers.0.mlp.up_proj"), and in the tensor's name if that is
+not `weight`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     141  the reader of the output is gone, as in `narrowcast codecs | head -2`; nothing is printed, as in other programs
 
 Commands raise the library's exceptions, or call `refuse` for faults of their own arguments. `Commands` reports both,
-once. Any other exception is a bug in narrowcast, and keeps its traceback. `bench` and `netlab` end with the exit code of
-what they run.
+once. Any other exception is a bug in narrowcast, and keeps its traceback. `bench` and `netlab` end with the exit code
+of what they run.
 """
 
 from __future__ import annotations
