@@ -53,7 +53,7 @@ def invoke(command: str, *words: str) -> tuple[int, str]:
 
 
 def is_one_line(said: str) -> bool:
-    return said.startswith("error: ") and said.count("\n") == 1 and len(said) > 20
+    return said.startswith("error: ") and said.count("\n") == 1 and len(said) > 12
 
 
 @pytest.fixture(autouse=True)
