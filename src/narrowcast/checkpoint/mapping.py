@@ -75,7 +75,7 @@ class File:
         elements = torch.empty(stop - start, dtype=dtype, device="cpu")
         at = self._data + self.contents.spans[name][0] + start * dtype.itemsize
         if elements.numel():
-            self._fill(memoryview(elements.view(torch.uint8).numpy()), at, name)
+            self._fill(elements.view(torch.uint8).numpy().data, at, name)
         return elements
 
     def tensor(self, name: str) -> Tensor:

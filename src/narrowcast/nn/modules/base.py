@@ -113,7 +113,7 @@ class Encoded(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.pop(prefix + EMPTY, None)
 
     def get_extra_state(self) -> Tensor:

@@ -52,19 +52,19 @@ class Recurrent(Encoded):
         return f"{described}, codecs={codecs}"
 
 
-class LSTM(Recurrent, nn.LSTM):
+class LSTM(Recurrent, nn.LSTM):  # type: ignore[misc]  # a property for an attribute
     """torch.nn.LSTM on encoded rows."""
 
     float_class = nn.LSTM
 
 
-class GRU(Recurrent, nn.GRU):
+class GRU(Recurrent, nn.GRU):  # type: ignore[misc]  # a property for an attribute
     """torch.nn.GRU on encoded rows."""
 
     float_class = nn.GRU
 
 
-class RNN(Recurrent, nn.RNN):
+class RNN(Recurrent, nn.RNN):  # type: ignore[misc]  # a property for an attribute
     """torch.nn.RNN on encoded rows."""
 
     float_class = nn.RNN
