@@ -10,7 +10,6 @@ from diff_ranks import missing, side_of
 from fences import all_blocks
 from running import run
 
-# A line of a diff that another test applies, and that test.
 # What must be found wrong; in the same launch, as the ranks' imports take most of the time.
 WRONG = {
     "old side": ("- model = DistributedDataParallel(modle)\n+ DistributedDataParallel(model)", "name 'modle' is not"),

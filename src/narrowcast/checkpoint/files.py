@@ -58,7 +58,8 @@ class Staging:
     def file(self, name: str) -> Iterator[BinaryIO]:
         """A new file to write to, in the folder or below it. It is complete when the block ends."""
         path = self._folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.parent != self._folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{SUFFIX}")
         self._ready[temporary] = path
         with self._named(temporary), open(temporary, "xb") as file:

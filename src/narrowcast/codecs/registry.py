@@ -19,6 +19,7 @@ from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from narrowcast.codecs.base import Codec
 from narrowcast.codecs.cast import Cast, Float8
@@ -123,14 +124,18 @@ def check_storable(codec: Codec) -> None:
             f"Register it first: narrowcast.register_codec({codec.name!r}, {type(codec).__name__})."
         ) from error
     here, there = (own._recipe(torch.device("cpu")) for own in (codec, again))
-    tables = [torch.empty(0) if recipe.table is None else recipe.table for recipe in (here, there)]
-    same = here[:2] == there[:2] and tables[0].shape == tables[1].shape
-    if not same or not bool(((tables[0] == tables[1]) | (tables[0].isnan() & tables[1].isnan())).all()):
+    if here[:2] != there[:2] or not _same_table(here.table, there.table):
         raise SpecError(
             f"codec={codec.spec!r}: narrowcast.codec({codec.spec!r}) makes another codec than this "
             f"{type(codec).__name__}, and a file that names it would decode to other numbers. Give it a name of its "
             "own, and options in its `given` that tell it from others of its class."
         )
+
+
+def _same_table(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def codec(spec: str | Codec | Mapping[str, Any]) -> Codec:
