@@ -40,7 +40,7 @@ from narrowcast.distributed.gradients.compression import GradientCompression  # 
 from narrowcast.distributed.gradients.ddp import average_bucket  # noqa: E402
 from narrowcast.distributed.planning.planner import plan  # noqa: E402
 from narrowcast.distributed.planning.prediction import NONE  # noqa: E402
-from netlab.tcp import choose  # noqa: E402
+from narrowcast.netlab.tcp import choose  # noqa: E402
 
 NETWORKS = {f"{ranks}x{rate}": (ranks, rate) for rate in ("100mbit", "1gbit", "unlimited") for ranks in (2, 4)}
 BUCKETS = (1 << 18, 6_553_600)

@@ -45,7 +45,7 @@ import training_ranks  # noqa: E402
 import training_report  # noqa: E402
 from machine import sentence  # noqa: E402
 from narrowcast.byte_gpt import GPTConfig  # noqa: E402
-from netlab.tcp import choose  # noqa: E402
+from narrowcast.netlab.tcp import choose  # noqa: E402
 from training_rivals import METHODS  # noqa: E402
 
 RANKS = 4

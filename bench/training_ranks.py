@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
-from netlab import read
+from narrowcast.netlab import read
 from training_rivals import METHODS, Method, attach, tensors_in
 
 HELD_OUT_WINDOWS = 512

@@ -44,8 +44,8 @@ import narrowcast as nc  # noqa: E402
 from data import sqnr  # noqa: E402
 from machine import sentence  # noqa: E402
 from narrowcast import distributed as ncd  # noqa: E402
-from netlab import read  # noqa: E402
-from netlab.tcp import choose  # noqa: E402
+from narrowcast.netlab import read  # noqa: E402
+from narrowcast.netlab.tcp import choose  # noqa: E402
 
 MB = 1 << 20
 REPEAT = 5

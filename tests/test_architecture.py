@@ -32,9 +32,11 @@ ARROWS = {
     "nn": BELOW,
     "checkpoint": BELOW | {"nn"},
     "byte_gpt": {"errors"},
+    "netlab": {"errors"},
+    "registration": {"kernels"},
     "integrations": ABOVE,
     "compat": ABOVE,
-    "cli": ABOVE | {"integrations", "compat", "byte_gpt"},
+    "cli": ABOVE | {"integrations", "compat", "byte_gpt", "netlab"},
     "public": ABOVE | {"integrations", "compat"},
 }
 

@@ -5,7 +5,8 @@ import narrowcast as nc
 payload = nc.encode(x, "int4")      # four bits an element, and a scale per block
 y = nc.decode(payload)
 
-The names are those of `narrowcast.public`, which is loaded, and torch with it, when the first of them is used.
+The names are those of `narrowcast.public`, which is loaded, and torch with it, when the first of them is used. Only
+the operators of exported programs are there at once, wherever torch is (registration.py).
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from narrowcast.registration import register_with_torch
+
 if TYPE_CHECKING:
     from narrowcast.public import *  # noqa: F403
 
 __version__ = "0.1.0"
+register_with_torch()
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from narrowcast import codecs, errors, integrations, nn
 from narrowcast.checkpoint.models import load, save
-from narrowcast.codecs import Codec, codec, list_codecs, which_kernel
+from narrowcast.codecs import Codec, codec, list_codecs, register_codec, which_kernel
 from narrowcast.codecs.payload import Payload, decode, encode
 from narrowcast.distributed import GradientCompression, compress_gradients, gradient_hook
 from narrowcast.nn import Report, calibrate_, convert_, dequantize_, parameter_groups, prepare_qat_, quantize_
@@ -29,6 +29,7 @@ __all__ = [
     "parameter_groups",
     "prepare_qat_",
     "quantize_",
+    "register_codec",
     "save",
     "which_kernel",
 ]

@@ -1,4 +1,4 @@
-"""`narrowcast bench` and `netlab`: the repository's scripts with their arguments, exit codes and signals."""
+"""`narrowcast bench`: the repository's scripts with their arguments, exit codes and signals."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ except KeyboardInterrupt:
 def repository(tmp_path: Path) -> Path:
     """A folder that looks like a checkout, with scripts that say what they were told."""
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "narrowcast"\n')
-    (tmp_path / "bench" / "netlab").mkdir(parents=True)
-    for script in ("codec.py", "netlab/__main__.py"):
-        (tmp_path / "bench" / script).write_text(ECHO)
+    (tmp_path / "bench").mkdir(parents=True)
+    (tmp_path / "bench" / "codec.py").write_text(ECHO)
     (tmp_path / "bench" / "wire.py").write_text(CLEANS_UP)
     (tmp_path / "docs").mkdir()
     return tmp_path
@@ -65,11 +64,6 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
         (["bench", "codec"], []),
         (["bench", "codec", "--quick", "--json", "x y"], ["--quick", "--json", "x y"]),
         (["bench", "codec", "--", "--help"], ["--help"]),
-        (
-            ["netlab", "--ranks", "4", "--", "python", "--", "x", "--help"],
-            ["--ranks", "4", "--", "python", "--", "x", "--help"],
-        ),
-        (["netlab", "--", "true"], ["--", "true"]),
     ],
 )
 def test_a_script_gets_its_arguments_as_they_are_and_gives_its_exit_code(
@@ -108,19 +102,15 @@ def test_every_script_is_there() -> None:
         assert scripts.find_checkout(f"bench/{name}.py") == ROOT
 
 
-def test_the_networks_own_help_is_the_scripts(tmp_path: Path) -> None:
-    process = start(tmp_path, "netlab", "--ranks", "2", "--help")
+def test_netlab_needs_no_repository(tmp_path: Path) -> None:
+    process = start(tmp_path, "netlab", "--help")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert "--delay" in out
-
-
-def test_the_network_is_called_what_the_user_called_it(tmp_path: Path) -> None:
-    process = start(tmp_path, "netlab")
-    said = "".join(process.communicate(timeout=60))
-    assert "Usage: narrowcast netlab [OPTIONS]" in said
-    assert "narrowcast netlab --ranks 4 -- python train.py" in said
-    assert "bench/netlab" not in said
+    assert "narrowcast netlab --ranks 4 --rate 1gbit" in " ".join(out.split())
+    process = start(tmp_path, "netlab", "--rate", "fast", "--", "true")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err.startswith("error: --rate 'fast': a rate is a number and kbit, mbit or gbit")
 
 
 def test_without_the_repository_it_says_where_the_scripts_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import narrowcast as nc
 from narrowcast.cli import app
 from narrowcast.cli.doctor import agreement, health
+from narrowcast.kernels.cpu.reinstall import reinstall_command
 from narrowcast.kernels.layout import Recipe
 from narrowcast.kernels.operators import Reference
 
@@ -88,13 +89,31 @@ def test_a_fault_ends_with_1_and_all_else_is_said_all_the_same() -> None:
     assert found["backends"]["gloo"]
 
 
+@pytest.mark.parametrize(
+    ("origin", "told"),
+    [
+        ({"url": "file:///a/my%20clone", "dir_info": {"editable": True}}, "--editable '/a/my clone'"),
+        ({"url": "file:///a/clone", "dir_info": {}}, "/a/clone"),
+        ({"url": "https://x/y.git", "vcs_info": {"vcs": "git", "commit_id": "0"}}, "git+https://x/y.git"),
+        (None, "--no-binary narrowcast narrowcast"),
+    ],
+)
+def test_the_command_that_builds_the_core_starts_from_where_it_was_installed_from(
+    origin: dict[str, object] | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "importlib.metadata.PathDistribution.read_text", lambda self, name: origin and json.dumps(origin)
+    )
+    assert reinstall_command() == f"pip install --force-reinstall --no-deps --no-cache-dir {told}"
+
+
 def test_a_core_that_was_not_built_is_a_fault_with_the_command_that_builds_it() -> None:
     why = (
         "its native core was not built when it was installed, because there was no C++ compiler. "
-        "Install one (g++ or clang++) and run: pip install --force-reinstall --no-deps narrowcast"
+        f"Install one (g++ or clang++) and run: {reinstall_command()}"
     )
     what, fix = health._slow("cpu", why)
-    assert fix == "pip install --force-reinstall --no-deps narrowcast"
+    assert fix == reinstall_command()
     assert what.endswith("there was no C++ compiler. Install one (g++ or clang++)")
 
 

@@ -343,14 +343,14 @@ HANGS = (
     """
 import sys, time
 from narrowcast.checkpoint import parts
-encode_rows, calls = parts.encode_rows, []
+encode_tiles, calls = parts.encode_tiles, []
 def slow(*arguments, **options):
     calls.append(0)
     if len(calls) == 4:
         print("here", flush=True)
         time.sleep(600)
-    return encode_rows(*arguments, **options)
-parts.encode_rows = slow
+    yield from encode_tiles(*arguments, **options)
+parts.encode_tiles = slow
 """
     + MAIN
 )

@@ -15,12 +15,13 @@ SUITES = ["tests/codecs/test_conformance.py", "tests/codecs/test_bounds.py"]
 
 def conform(folder: Path, block: str) -> tuple[int, str]:
     """The exit code and the words of the suites, run on the codec that `block` defines under its line of the page."""
-    (name, line) = re.findall(r'^\+ +("\w+"): (\(.*\)),$', TEXT, re.MULTILINE)[0]
-    plugin = f"{block}\nfrom narrowcast.codecs import registry\nregistry._CODECS[{name}] = {line}\n"
+    (line,) = re.findall(r"^nc\.register_codec\(.*\)$", TEXT, re.MULTILINE)
+    name = line.split('"')[1]
+    plugin = f"{block}\nimport narrowcast as nc\n{line}\n"
     (folder / "worked_example.py").write_text(plugin)
     paths = os.pathsep.join([str(folder), *filter(None, sys.path)])
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "worked_example", "-p", "no:cacheprovider"]
-    command += ["-k", f"{name.strip(chr(34))} and not soak", "-n", "0", *SUITES]
+    command += ["-k", f"{name} and not soak", "-n", "0", *SUITES]
     environment = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     return done.returncode, done.stdout + done.stderr

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 from diff_ranks import missing, side_of
-from fences import ROOT, all_blocks
+from fences import all_blocks
 from running import run
-
-# A line of a diff that another test applies, and that test.
-ELSEWHERE = {'"fp4_e2m1": (Float4, Float4),': "tests/codecs/test_worked_example.py"}
 
 # What must be found wrong; in the same launch, as the ranks' imports take most of the time.
 WRONG = {
@@ -32,8 +29,7 @@ WRONG = {
 
 
 def test_both_sides_of_every_diff_run_and_the_new_one_compresses(tmp_path: Path) -> None:
-    blocks = [block for block in all_blocks("diff") if not any(line in block.text for line in ELSEWHERE)]
-    diffs = {str(block): block.text for block in blocks}
+    diffs = {str(block): block.text for block in all_blocks("diff")}
     assert len(diffs) > 3
     absent = {name: package for name, text in diffs.items() if (package := missing(text))}
     pairs = [(name, text) for name, text in diffs.items() if name not in absent]
@@ -46,13 +42,6 @@ def test_both_sides_of_every_diff_run_and_the_new_one_compresses(tmp_path: Path)
             assert words in outcomes[name], f"{name}: {outcomes[name]}"
     if absent:
         pytest.skip(f"all but these, whose packages are missing: {absent}")
-
-
-def test_a_diff_that_is_tested_elsewhere_is_there_and_that_test_too() -> None:
-    texts = [block.text for block in all_blocks("diff")]
-    for line, test in ELSEWHERE.items():
-        assert sum(line in text for text in texts) == 1
-        assert (ROOT / test).exists()
 
 
 def test_the_sides_of_a_diff_are_its_lines_without_marks() -> None:

@@ -129,7 +129,7 @@ def allowed(text: str) -> Iterator[None]:
         return
     if str(ROOT / "bench") not in sys.path:
         sys.path.append(str(ROOT / "bench"))
-    from netlab import NetlabError, permission
+    from narrowcast.netlab import NetlabError, permission
 
     try:
         permission.require()

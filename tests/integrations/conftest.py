@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 HUGGING_FACE = ["test_compressed_tensors.py", "test_hf_trainer.py", "test_lazy.py", "test_transformers.py"]
+HUGGING_FACE += ["test_sentence_transformers.py"]
 collect_ignore = HUGGING_FACE if sys.version_info < (3, 11) else []
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))

@@ -163,3 +163,21 @@ def test_a_checkpoint_of_other_ranks_is_refused_or_taken_without_residuals(train
 def test_a_model_that_is_not_prepared_is_refused(trained: list[dict[str, Any]]) -> None:
     assert isinstance(trained[0]["bare"], ModelKindError)
     assert "Linear exchanges no gradients. Pass what accelerator.prepare(model) returns" in str(trained[0]["bare"])
+
+
+def test_one_process_trains_and_says_once_that_nothing_is_sent(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from narrowcast.integrations.accelerate import compress_gradients
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(8, 8))
+    with pytest.warns(UserWarning, match="one process, so no gradient is sent"):
+        compression = compress_gradients(accelerator, model, CODEC)
+    accelerator.backward(model(torch.randn(2, 8)).square().mean())
+    accelerator.save_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path))
+    assert compression.stats().sent_bytes == 0
+    assert not [*tmp_path.glob("narrowcast_gradients*")]
+    with pytest.raises(nc.errors.SpecError, match="does not exist"):
+        compress_gradients(accelerator, model, "int77")

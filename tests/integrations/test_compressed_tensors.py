@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file
 from small_llama import TOKENS, llama
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import narrowcast as nc
+from narrowcast.checkpoint.conversion import open_conversion
 from narrowcast.codecs.payload import encode_rows
 from narrowcast.errors import ExportError
 from narrowcast.integrations.compressed_tensors import export
@@ -153,6 +155,66 @@ def test_a_model_without_a_config_is_exported_too(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["0.bias"], model[0].bias)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_encoded_embeddings_are_written_as_the_floats_that_they_decode_to(tied: bool, tmp_path: Path) -> None:
+    model = llama(tied)
+    nc.quantize_(model, "int4")
+    written = export(model, tmp_path / "out")
+    names = {"model.embed_tokens.weight": "belongs to an Embedding"}
+    assert written == ({**names, "lm_head.weight": "is tied to such a weight"} if tied else names)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, nc.dequantize_(model)(TOKENS).logits)
+
+
+def quantized_folder(model: PreTrainedModel, folder: Path) -> Path:
+    """What `narrowcast quantize` makes of a model by default, with a tokenizer beside it."""
+    model.save_pretrained(folder / "float")
+    (folder / "float" / "tokenizer.json").write_text("{}")
+    (folder / "float" / "extra").mkdir()
+    (folder / "float" / "extra" / "settings.json").write_text("{}")
+    conversion = open_conversion(folder / "float", folder / "int8", "int8")
+    conversion.prepare(overwrite=False)
+    for part in conversion.parts:
+        conversion.convert(part)
+    conversion.finish()
+    return folder / "int8"
+
+
+def bert(kind: type[PreTrainedModel]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return kind(BertConfig(**sizes, vocab_size=96, max_position_embeddings=64)).eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied llama", "BertModel", "BertForMaskedLM"])
+def test_quantize_then_export_by_default_gives_a_folder_that_transformers_loads(kind: str, tmp_path: Path) -> None:
+    made = llama(kind == "tied llama") if "llama" in kind else bert(getattr(transformers, kind))
+    folder = quantized_folder(made, tmp_path)
+    written = export(folder, tmp_path / "out")
+    assert written
+    assert all("Embedding" in reason or "tied" in reason for reason in written.values())
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert (tmp_path / "out" / "extra" / "settings.json").exists()
+    expected = nc.dequantize_(nc.load(folder, type(made)(made.config).eval()))
+    loaded = type(made).from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS)[0], expected(TOKENS)[0])
+
+
+def test_a_folder_of_an_unknown_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    folder = quantized_folder(llama(), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    for architectures in (["NoSuchModel"], []):
+        (folder / "config.json").write_text(json.dumps({**config, "architectures": architectures}))
+        with pytest.raises(ExportError, match=r"no class of transformers.*narrowcast\.load\(folder, model\)"):
+            export(folder, tmp_path / "out")
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"], "model_type": "bert"}))
+    with pytest.raises(ExportError, match=r"lm_head.weight|model\..*: BertModel has no weight of that name"):
+        export(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # -- what cannot be exported -----------------------------------------------------------------------------------------
 
 
@@ -189,15 +251,8 @@ def test_gpt2_is_refused_for_its_transposed_weights(tmp_path: Path) -> None:
         export(model, tmp_path / "out")
 
 
-def test_encoded_embeddings_are_refused(tmp_path: Path) -> None:
-    model = llama()
-    nc.quantize_(model, "int4")
-    with pytest.raises(ExportError, match=r"embed_tokens: is an Embedding .*\{\"model.embed_tokens\": None\}"):
-        export(model, tmp_path / "out")
-
-
 def test_a_model_that_is_not_quantized_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"no weight in it is quantized.*quantize_"):
+    with pytest.raises(ExportError, match=r"no weight of a Linear module in it is quantized.*quantize_"):
         export(nn.Linear(8, 8), tmp_path / "out")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import ranks
 import torch
 from trainers import error_of, same, weights
 
-from narrowcast.errors import MissingFileError, ModelKindError
+from narrowcast.errors import MissingFileError, ModelKindError, SpecError
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
@@ -49,6 +50,21 @@ def trainer(folder: Path, steps: int = STEPS, resumed: Path | None = None, **opt
     return made
 
 
+def histories(folder: Path) -> list[list[dict[str, Any]]]:
+    """The logs of a training without the callback and with it. Gradients travel exactly, so losses can be compared."""
+    logs = []
+    for codec in (None, "raw"):
+        made = trainer(folder / str(codec))
+        made.remove_callback(made.compress)
+        if codec:
+            from narrowcast.integrations.hf_trainer import CompressGradients
+
+            made.add_callback(CompressGradients(made, codec))
+        made.train()
+        logs.append(made.state.log_history)
+    return logs
+
+
 def train(rank: int, path: str) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -60,6 +76,7 @@ def train(rank: int, path: str) -> dict[str, Any]:
     stats = whole.compress.compression.stats()
     found["stats"] = stats.steps, stats.ratio
     found["log"] = [entry for entry in whole.state.log_history if "gradients/ratio" in entry]
+    found["without"] = histories(folder / "without")
 
     part = trainer(folder / "part", steps=2)
     part.train()
@@ -114,7 +131,44 @@ def test_stats_are_logged_as_often_as_the_trainer_logs_or_never(trained: list[di
     assert trained[0]["silent"] == []
 
 
+def test_the_trainers_own_log_is_what_it_is_without_the_callback(trained: list[dict[str, Any]]) -> None:
+    plain, compressed = trained[0]["without"]
+    ours = [entry for entry in compressed if any(name.startswith("gradients/") for name in entry)]
+    assert [entry["step"] for entry in ours] == [2, 4]
+    assert not [entry for entry in ours if "loss" in entry]
+    theirs = [timeless(entry) for entry in compressed if entry not in ours]
+    assert [entry["step"] for entry in theirs if "loss" in entry] == [2, 4]
+    assert "train_loss" in theirs[-1]
+    assert theirs == [timeless(entry) for entry in plain]
+
+
+def timeless(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not name.endswith(("_runtime", "_per_second"))}
+
+
+def test_with_one_process_the_callback_says_once_that_nothing_is_sent(tmp_path: Path) -> None:
+    made = trainer(tmp_path, steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.train()
+        made.train()
+    said = [str(warning.message) for warning in caught if "narrowcast" in str(warning.message)]
+    assert len(said) == 1
+    assert "one process, so no gradient is sent" in said[0]
+    assert not [name for entry in made.state.log_history for name in entry if name.startswith("gradients/")]
+    assert made.compress.compression.stats().sent_bytes == 0
+    with pytest.raises(SpecError, match="does not exist"):
+        trainer_with(tmp_path, "int77").train()
+
+
+def trainer_with(folder: Path, codec: str) -> Any:
+    made = trainer(folder, steps=1)
+    made.compress.codec = codec
+    made.compress._compressed = None
+    return made
+
+
 def test_a_model_that_nothing_wrapped_is_refused(trained: list[dict[str, Any]]) -> None:
     assert isinstance(trained[0]["bare"], ModelKindError)
     assert "LlamaForCausalLM that exchanges no gradients" in str(trained[0]["bare"])
-    assert "torchrun --nproc-per-node 2" in str(trained[0]["bare"])
+    assert "in a run of several processes" in str(trained[0]["bare"])

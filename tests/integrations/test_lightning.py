@@ -41,7 +41,15 @@ def network() -> Any:
     return Network()
 
 
-def fit(folder: Path, epochs: int, resumed: Path | None = None, logger: Any = False, **options: Any) -> Any:
+def fit(
+    folder: Path,
+    epochs: int,
+    resumed: Path | None = None,
+    logger: Any = False,
+    devices: int = 2,
+    accumulate: int = 1,
+    **options: Any,
+) -> Any:
     """A trainer that has trained: its model and callback are at hand."""
     from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader, TensorDataset
@@ -51,9 +59,10 @@ def fit(folder: Path, epochs: int, resumed: Path | None = None, logger: Any = Fa
     data = torch.randn(2 * BATCHES * 4, 32, generator=torch.Generator().manual_seed(1))
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = Trainer(
-        strategy="ddp",
+        strategy="ddp" if devices > 1 else "auto",
         accelerator="cpu",
-        devices=2,
+        devices=devices,
+        accumulate_grad_batches=accumulate,
         max_epochs=epochs,
         logger=logger,
         log_every_n_steps=4,
@@ -86,6 +95,8 @@ def train(rank: int, path: str) -> dict[str, Any]:
         with SummaryWriter(str(folder / "events")) as writer:
             compression.log(writer)
         found["scalars"] = stats.scalars()
+
+    fit(folder, EPOCHS, logger=CSVLogger(folder, "log", version=1), accumulate=2, log_every=1)
 
     part = fit(folder, 1)
     part.save_checkpoint(folder / "part.ckpt")
@@ -172,6 +183,28 @@ def test_stats_are_logged_as_often_as_the_trainer_logs(trained: Trained) -> None
     assert [int(row["step"]) for row in rows] == [4]
     assert float(rows[0]["gradients/saved_bytes"]) > 0
     assert float(rows[0]["gradients/residual_norm"]) > 0
+
+
+def test_no_row_of_the_log_is_of_a_step_in_which_nothing_was_sent(trained: Trained) -> None:
+    with open(trained[0] / "log" / "version_1" / "metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("gradients/ratio")]
+    assert [int(row["step"]) for row in rows] == [1, 2, 3]  # two batches make a step
+    assert all(float(row["gradients/sent_bytes"]) > 0 for row in rows)
+
+
+def test_one_process_trains_and_says_once_that_nothing_is_sent(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = fit(tmp_path, 2, logger=CSVLogger(tmp_path, "log", version=0), devices=1, log_every=1)
+        trainer.save_checkpoint(tmp_path / "alone.ckpt")
+        fit(tmp_path, 3, resumed=tmp_path / "alone.ckpt", devices=1)
+    said = [str(warning.message) for warning in caught if "narrowcast" in str(warning.message)]
+    assert len(said) == 2  # once for each fit
+    assert "one process, so no gradient is sent" in said[0]
+    log = tmp_path / "log" / "version_0" / "metrics.csv"
+    assert not log.exists() or "gradients/" not in log.read_text()
 
 
 def test_stats_are_written_for_tensorboard(trained: Trained) -> None:

@@ -63,8 +63,8 @@ def sparse() -> nn.Module:
         (nn.LazyLinear(4), [("0.weight", "not initialized yet: run one batch through the model first")]),
         (nn.Bilinear(2, 3, 4), [("0.weight", "torch.nn.Bilinear has no encoded form")]),
         (
-            nn.GRU(4, 2),
-            [(f"0.{name}", "torch.nn.GRU has no encoded form") for name in ("weight_ih_l0", "weight_hh_l0")],
+            nn.GRUCell(4, 2),
+            [(f"0.{name}", "torch.nn.GRUCell has no encoded form") for name in ("weight_ih", "weight_hh")],
         ),
         (nn.EmbeddingBag(4, 2), [("0.weight", "torch.nn.EmbeddingBag has no encoded form")]),
         (

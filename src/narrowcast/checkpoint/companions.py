@@ -1,8 +1,9 @@
 """The files beside the weights: configuration, tokenizer, templates, licences.
 
-Small text files are copied as they are. `config.json` gets the entry `quantization_config`, which lists the codec of
-each weight, so that transformers reads the folder. Other weights (pickles, GGUF, ONNX) and folders are not copied: they
-hold the original model.
+Small text files are copied as they are, those of sub-folders too. `config.json` gets the entry `quantization_config`,
+which lists the codec of each weight, so that transformers reads the folder. Other weights (pickles, GGUF, ONNX) are not
+copied: they hold the original model. The modules of a sentence-transformers model are an exception: its `modules.json`
+names their folders, and they are copied with all that they hold.
 """
 
 from __future__ import annotations
@@ -22,19 +23,37 @@ _NAMES = {"LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "README"}
 
 
 def companions(source: Path) -> tuple[list[str], list[str]]:
-    """The names of the files of a folder that are copied, and of those that are not."""
-    if not source.is_dir():
-        return [], []
+    """The files of a folder that are copied, and those that are not, or their folders: as paths inside the folder."""
     taken: list[str] = []
     left: list[str] = []
-    for path in sorted(source.iterdir()):
-        if path.name.endswith((".safetensors", ".safetensors.index.json")) or path.name.startswith("."):
+    modules = _module_folders(source)
+    for path in sorted(source.iterdir()) if source.is_dir() else ():
+        if path.name.startswith("."):
             continue
-        goes = path.is_file() and (path.suffix.lower() in _COPIED or path.name in _NAMES)
-        # The index of pickled shards is useless without them.
-        goes = goes and not path.name.endswith(".bin.index.json")
-        (taken if goes else left).append(path.name)
+        if path.is_dir():
+            inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
+            chosen = inside if path.name in modules else [file for file in inside if _goes(file)]
+            taken += [file.relative_to(source).as_posix() for file in chosen]
+            left += [file.relative_to(source).as_posix() for file in inside if file not in chosen] if chosen else []
+            left += [] if chosen else [path.name]
+        elif not path.name.endswith((".safetensors", ".safetensors.index.json")):
+            (taken if _goes(path) else left).append(path.name)
     return taken, left
+
+
+def _goes(path: Path) -> bool:
+    known = path.suffix.lower() in _COPIED or path.name in _NAMES
+    # The index of shards is useless without them.
+    return path.is_file() and known and not path.name.endswith((".bin.index.json", ".safetensors.index.json"))
+
+
+def _module_folders(source: Path) -> set[str]:
+    """The sub-folders that the modules of a sentence-transformers model live in."""
+    try:
+        modules = json.loads((source / "modules.json").read_bytes())
+        return {str(module["path"]).partition("/")[0] for module in modules if module["path"]}
+    except (OSError, ValueError, TypeError, KeyError):
+        return set()
 
 
 def config_of(source: Path) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """A checkpoint to a quantized one, file by file, without a model and in bounded memory.
 
 parts.py lays out the files of the target. They are written one by one, by any number of processes, each of which holds
-one tensor and its encoding at a time.
+a tile of one tensor and its encoding at a time. Files and tensors may be larger than memory.
 
 A note in the target folder says which run is writing there, until the last file is written. A run with the same note
 resumes: it compares the files that are complete with their checksums, and writes the others.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.checkpoint.companions import companions, config_of, copy_companions
-from narrowcast.checkpoint.files import SUFFIX, new_file, sweep, write_tensors
+from narrowcast.checkpoint.files import SUFFIX, make_folder, new_file, sweep, write_tensors
 from narrowcast.checkpoint.folders import INDEX, SINGLE, new_save, publish_index, remove_others, shard_names, turn
 from narrowcast.checkpoint.header import Stored
 from narrowcast.checkpoint.mapping import File
@@ -75,12 +75,12 @@ class Conversion:
         if self._to_file:
             if target.exists() and not overwrite:
                 raise TargetError(f"DST={str(target)!r}: exists already. Pass --overwrite, or name another file.")
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(f"DST={str(target)!r}", self.folder)
             return
         check_ending(f"DST={str(target)!r}", target)
         if target.exists() and not target.is_dir():
             raise TargetError(f"DST={str(target)!r}: is a file. Name a folder, or a file that ends in .safetensors.")
-        target.mkdir(parents=True, exist_ok=True)
+        make_folder(f"DST={str(target)!r}", target)
         if self._resumes() and not overwrite:
             sweep(target)
             return

@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +24,7 @@ from torch import Tensor
 from narrowcast.checkpoint.header import Contents, Stored, header_bytes
 from narrowcast.codecs import Codec
 from narrowcast.codecs.payload import Encoding
-from narrowcast.errors import CheckpointError
+from narrowcast.errors import CheckpointError, TargetError
 
 SUFFIX = ".narrowcast-tmp"
 CHUNK = 1 << 24
@@ -34,12 +35,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Entry(NamedTuple):
-    """A tensor to be written: its dtype and shape, and a function that makes it when its turn comes."""
+    """A tensor to be written: its dtype and shape, and a function that makes it when its turn comes, tile by tile."""
 
     name: str
     stored: Stored
     encoding: Encoding | None
-    make: Callable[[], Tensor]
+    make: Callable[[], Iterable[Tensor]]
+    """Contiguous tensors that have, one behind the other, the elements of this one."""
 
 
 class Staging:
@@ -54,9 +56,12 @@ class Staging:
 
     @contextmanager
     def file(self, name: str) -> Iterator[BinaryIO]:
-        """A new file to write to. It is complete when the block ends."""
-        temporary = self._folder / f".{name}.{secrets.token_hex(4)}{SUFFIX}"
-        self._ready[temporary] = self._folder / name
+        """A new file to write to, in the folder or below it. It is complete when the block ends."""
+        path = self._folder / name
+        if path.parent != self._folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{SUFFIX}")
+        self._ready[temporary] = path
         with self._named(temporary), open(temporary, "xb") as file:
             yield file
             file.flush()
@@ -101,6 +106,32 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         staging.publish()
 
 
+def make_folder(what: str, folder: Path) -> None:
+    """Make a folder that files can be written to, and its parents; refused if that cannot be. Errors call it `what`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
+        raise TargetError(
+            f"{what}: the folder {str(folder)!r} cannot be made: {error.strerror}. Name a folder that you may write to."
+        ) from error
+    check_writable(what, folder)
+
+
+def check_writable(what: str, folder: Path) -> None:
+    """Refuse a folder that no file can be written to. Errors call it `what`."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
+        raise TargetError(
+            f"{what}: cannot write to the folder {str(folder)!r}: {error.strerror}. Name a folder that you may write "
+            "to."
+        ) from error
+
+
 def sync(folder: Path) -> None:
     """Flush a folder's new names to the disk. Some systems cannot open a folder; there, names last anyway."""
     with suppress(PermissionError):
@@ -113,7 +144,7 @@ def sync(folder: Path) -> None:
 
 def sweep(folder: Path) -> None:
     """Remove the temporary files of killed processes. No other process may be writing to the folder."""
-    for path in folder.glob(f".*{SUFFIX}"):
+    for path in folder.rglob(f".*{SUFFIX}"):
         path.unlink(missing_ok=True)
 
 
@@ -125,7 +156,7 @@ def write_tensors(
     advance: Callable[[int], None] = lambda count: None,
     inputs: Mapping[str, tuple[Codec, bool]] | None = None,
 ) -> bytes:
-    """Write a safetensors file tensor by tensor, holding one at a time. `advance` is called with the bytes written.
+    """Write a safetensors file tensor by tensor, holding a tile at a time. `advance` is called with the bytes written.
 
     Returns the header. It holds the checksums of all tensors, so it is written twice: before the tensors to take its
     place, and after them. Its length does not depend on the checksums.
@@ -155,16 +186,17 @@ def _alignment(entry: Entry) -> int:
 
 
 def _write(file: BinaryIO, entry: Entry, advance: Callable[[int], None]) -> str:
-    tensor = entry.make()
-    if (tensor.dtype, tuple(tensor.shape)) != tuple(entry.stored):
+    checksum = written = 0
+    for tile in entry.make():
+        if tile.dtype == entry.stored.dtype:
+            for chunk in chunks(tile):
+                file.write(chunk)
+                checksum, written = zlib.crc32(chunk, checksum), written + len(chunk)
+                advance(len(chunk))
+    if written != entry.stored.nbytes:
         raise CheckpointError(
             f"{entry.name!r} changed while it was being written. Save when no other thread changes it."
         )
-    checksum = 0
-    for chunk in chunks(tensor):
-        file.write(chunk)
-        checksum = zlib.crc32(chunk, checksum)
-        advance(len(chunk))
     return f"{checksum:08x}"
 
 

@@ -3,7 +3,8 @@
     __metadata__ = {"format": "pt", "narrowcast": TEXT, "narrowcast.crc32": SEAL}
     TEXT         = JSON: version 1; tensors: {name: {codec, shape, dtype}} of the encoded ones;
                    checksums: {name: crc32} of every tensor's bytes; tied: {alias: name}; user: anything;
-                   inputs, where there are any: {layer: {codec, signed}} of layers that quantize their inputs
+                   inputs, where there are any: {layer: {codec, signed}} of layers that quantize their inputs;
+                   codecs, where there are any: {name: module} of codecs that are not the library's own
 
 An encoded weight is stored as U8 [..., row_bytes] under its own name. The seal is a CRC-32 over the names, dtypes and
 shapes of the header and over TEXT, so that a changed byte of the description is noticed. One of the two keys without
@@ -24,6 +25,7 @@ import torch
 
 from narrowcast.codecs import Codec
 from narrowcast.codecs.payload import Encoding
+from narrowcast.codecs.registry import module_of
 
 VERSION = 1
 TEXT, SEAL = "narrowcast", "narrowcast.crc32"
@@ -98,6 +100,10 @@ def header_bytes(contents: Contents) -> bytes:
         about["inputs"] = {
             layer: {"codec": own.spec, "signed": signed} for layer, (own, signed) in contents.inputs.items()
         }
+    used = [encoding.codec for encoding in contents.encodings.values()] + [own for own, _ in contents.inputs.values()]
+    modules = {own.name: module_of(own.name) for own in used if module_of(own.name)}
+    if modules:
+        about["codecs"] = modules
     text = json.dumps(about)
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", TEXT: text, SEAL: seal(contents.tensors, text)}}
     start = 0

@@ -1,23 +1,32 @@
-"""One safetensors file: opened once, checked once, mapped.
+"""One safetensors file: opened once, checked once, read or mapped.
 
-A `File` reads the header and maps the bytes of the same file, and uses only these bytes: replacing the file afterwards
-does not change what is read. A file that is replaced while it is opened raises a `ReplacedError`.
+A `File` holds the file open from its first byte on. Replacing the file afterwards does not change what is read. A file
+that is replaced while it is opened raises a `ReplacedError`.
 
-Tensors are views of the mapping, each with its own storage, as the package safetensors gives them. A change stays in
-memory, and saving or copying one tensor does not include the others. `tensor` maps the file again for one tensor, so
-that its pages leave memory with it. `verify` reads through a buffer, which leaves no pages in memory.
+- `read` reads elements of a tensor into memory of their own. A file, or a tensor, that is larger than memory is read
+  a part at a time.
+- `tensors` maps all tensors: views of the file, each with its own storage, as the package safetensors gives them. A
+  change stays in memory, and saving or copying one tensor does not include the others. No memory is reserved for
+  changes, so that a file may be larger than memory.
+- `tensor` maps one tensor, so that its pages leave memory with it.
+- `verify` reads through a buffer, which leaves no pages in memory.
 """
 
 from __future__ import annotations
 
 import gc
+import io
+import mmap
 import os
 import stat
+import sys
+import threading
+import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +39,8 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 """The endings of what torch.save writes."""
 BLOCK = 1 << 20
 """Bytes read at a time to compare checksums: few enough to stay in a cache."""
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+"""MAP_NORESERVE, which Python's mmap names from 3.13 on: without it, Linux refuses to map more than memory holds."""
 
 
 class File:
@@ -39,14 +50,15 @@ class File:
         self.path = path
         check_regular(path)
         try:
-            with open(path, "rb") as file:
-                self._identity = identity(os.fstat(file.fileno()))
-                self._check_whole()
-                self._bytes = self._map()  # while the file is open, no other file has its inode
-                if self._bytes is None:
-                    raise ReplacedError(f"{path}: was replaced while it was being opened. Load it again.")
-                start = file.read(8)
-                body = file.read(int.from_bytes(start, "little"))
+            handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            weakref.finalize(self, os.close, handle)
+            self._file, self._lock = io.FileIO(handle, closefd=False), threading.Lock()
+            self._identity = identity(os.fstat(handle))
+            self._check_whole()
+            if not self._is_there():  # the check above went by the path
+                raise ReplacedError(f"{path}: was replaced while it was being opened. Load it again.")
+            start = self._file.read(8)
+            body = self._file.read(int.from_bytes(start, "little"))
         except FileNotFoundError as error:
             raise ReplacedError(f"{path}: was removed while it was being opened. Load it again.") from error
         except OSError as error:
@@ -57,41 +69,58 @@ class File:
         with _no_collection():
             self.contents = parse_header(body, str(path))
 
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """The elements of a tensor, laid flat, from `start` to `stop`, in memory of their own."""
+        dtype = self.contents.tensors[name].dtype
+        elements = torch.empty(stop - start, dtype=dtype, device="cpu")
+        at = self._data + self.contents.spans[name][0] + start * dtype.itemsize
+        if elements.numel():
+            self._fill(elements.view(torch.uint8).numpy().data, at, name)
+        return elements
+
     def tensor(self, name: str) -> Tensor:
         """One tensor, in a mapping of its own that lasts as long as it does."""
-        mapped = self._map()
-        return next(self._views(self._bytes if mapped is None else mapped, [name]))[1]
+        start, stop = self.contents.spans[name]
+        first = (self._data + start) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        return self._view(self._map(first, self._data + stop) if stop > start else None, name, first)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor, mapped. The mapping lasts as long as they do."""
         with _no_collection():
-            return dict(self._views(self._bytes, self.contents.tensors))
+            mapped = self._map(0, self._identity[2])
+            return {name: self._view(mapped, name, 0) for name in self.contents.tensors}
 
-    def _views(self, mapped: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        tensors, spans, data, frombuffer = self.contents.tensors, self.contents.spans, self._data, torch.frombuffer
-        for name in names:
-            dtype, shape = tensors[name]
-            start, stop = spans[name]
-            if start == stop:
-                yield name, torch.empty(shape, dtype=dtype, device="cpu")
-                continue
-            count = (stop - start) // dtype.itemsize
-            tensor = frombuffer(mapped, dtype=dtype, count=count, offset=data + start)
-            yield name, tensor if len(shape) == 1 else tensor.view(shape)
+    def _view(self, mapped: Any, name: str, first: int) -> Tensor:
+        """A tensor in a mapping that begins at byte `first` of the file."""
+        dtype, shape = self.contents.tensors[name]
+        start, stop = self.contents.spans[name]
+        if start == stop:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        count = (stop - start) // dtype.itemsize
+        tensor = torch.frombuffer(mapped, dtype=dtype, count=count, offset=self._data + start - first)
+        return tensor if len(shape) == 1 else tensor.view(shape)
 
-    def _map(self) -> Any:
-        """The bytes of the file; changes stay in memory. None if the path names another file by now."""
-        failed: Exception | None = None
+    def _map(self, first: int, end: int) -> mmap.mmap:
+        """The bytes of the file from `first` to `end`; changes stay in memory."""
+        private: dict[str, int] = {"access": mmap.ACCESS_COPY}
+        if hasattr(mmap, "MAP_PRIVATE"):
+            private = {"flags": mmap.MAP_PRIVATE | _NO_RESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
         try:
-            storage = torch.UntypedStorage.from_file(str(self.path), shared=False, nbytes=self._identity[2])
-        except (OSError, RuntimeError) as error:
-            failed = error
-        # A file that is open or mapped keeps its inode: the same inode before and after is the same file.
-        if not self._is_there():
-            return None
-        if failed:
-            raise CheckpointError(f"{self.path}: cannot be mapped into memory: {failed}") from failed
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(cast(torch.UntypedStorage, storage)).numpy()
+            return mmap.mmap(self._file.fileno(), end - first, offset=first, **private)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: cannot be mapped into memory: {error}") from error
+
+    def _fill(self, block: memoryview, at: int, name: str) -> None:
+        """Read the bytes from `at` on into `block`."""
+        with self._lock:
+            self._file.seek(at)
+            while len(block):
+                count = self._file.readinto(block)
+                if not count:
+                    raise CheckpointError(
+                        f"{self.path}: ends inside {short(name)}. It was truncated while it was being read."
+                    )
+                block = block[count:]
 
     def _check_whole(self) -> None:
         """Let the package safetensors check the header: length, JSON, dtypes, offsets that overlap or leave gaps."""
@@ -112,28 +141,14 @@ class File:
 
     def verify(self, advance: Callable[[int], None] = lambda count: None) -> None:
         """Compare every tensor with its checksum; `advance` is called with the bytes read."""
-        if not self.contents.checksums:
-            return
-        with suppress(FileNotFoundError), open(self.path, "rb", buffering=0) as file:
-            if identity(os.fstat(file.fileno())) == self._identity:
-                self._compare(file, memoryview(bytearray(min(BLOCK, self._identity[2]))), advance)
-                return
-        self._compare(None, memoryview(self._bytes), advance)
-
-    def _compare(self, file: Any, block: memoryview, advance: Callable[[int], None]) -> None:
-        """Compare checksums. `file` is read into `block` in order; without a file, `block` holds all bytes."""
-        contents, crc32 = self.contents, zlib.crc32
-        first, last = (0, 0) if file else (0, len(block))
-        for name, (start, stop) in sorted(contents.spans.items(), key=_second):
+        contents, crc32, size = self.contents, zlib.crc32, self._identity[2]
+        block, first, last = memoryview(bytearray(min(BLOCK, size))), 0, 0
+        for name, (start, stop) in sorted(contents.spans.items(), key=_second) if contents.checksums else ():
             at, end, checksum = self._data + start, self._data + stop, 0
             while at < end:
-                if not first <= at < last:
-                    file.seek(at)
-                    first, last = at, at + file.readinto(block)
-                    if last == first:
-                        raise CheckpointError(
-                            f"{self.path}: ends inside {short(name)}. It was truncated while it was being read."
-                        )
+                if not first <= at < last:  # small tensors share a block
+                    first, last = at, min(at + BLOCK, size)
+                    self._fill(block[: last - first], first, name)
                 until = min(end, last)
                 checksum = crc32(block[at - first : until - first], checksum)
                 advance(until - at)

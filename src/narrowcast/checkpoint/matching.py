@@ -92,6 +92,7 @@ def _sources(file: Checkpoint, model: nn.Module, inputs: Inputs, strict: bool) -
         key for key in keys if key not in sources and key.rpartition(".")[2] != KEY
     ]  # earlier versions wrote none
     known = {*keys} | {join(name, KEY) for name, _ in model.named_modules(remove_duplicate=False)}
+    known |= _made_by_model(file, model)
     unexpected = [name for name in stored if name not in known]
     if strict and (missing or unexpected):
         raise ModelMismatchError(
@@ -100,6 +101,16 @@ def _sources(file: Checkpoint, model: nn.Module, inputs: Inputs, strict: bool) -
             "have. The model is as it was."
         )
     return sources
+
+
+def _made_by_model(file: Checkpoint, model: nn.Module) -> set[str]:
+    """Buffers that the model makes itself, and that earlier versions of it stored: BERT's position_ids, for one."""
+    return {
+        key
+        for name, module in model.named_modules(remove_duplicate=False)
+        for own in module._non_persistent_buffers_set
+        if (key := join(name, own)) in file.stored and own in module._buffers
+    }
 
 
 def _tied_once(file: Checkpoint, model: nn.Module, sources: dict[str, str]) -> dict[str, str]:

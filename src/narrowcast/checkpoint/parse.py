@@ -150,14 +150,15 @@ def _check_contents(
                 f"{where}: {short(alias)} is tied to {short(name)}. A tied name stands for a tensor of the file and is "
                 "not a tensor itself. The metadata is damaged, or belongs to another file."
             )
-    encodings = {name: _encoding(entry, name, tensors, where) for name, entry in parts["tensors"].items()}
+    modules = _object(about.get("codecs", {}), "codecs", where)
+    encodings = {name: _encoding(entry, name, tensors, modules, where) for name, entry in parts["tensors"].items()}
     layers = _object(about.get("inputs", {}), "inputs", where)
     names = {*tensors, *tied} if layers else set()
-    inputs = {layer: _input(entry, layer, names, where) for layer, entry in layers.items()}
+    inputs = {layer: _input(entry, layer, names, modules, where) for layer, entry in layers.items()}
     return Contents(tensors, spans, encodings, checksums, tied, parts["user"], inputs)
 
 
-def _input(entry: object, layer: str, names: set[str], where: str) -> tuple[Codec, bool]:
+def _input(entry: object, layer: str, names: set[str], modules: dict[str, Any], where: str) -> tuple[Codec, bool]:
     about = _object(entry, f"the description of the inputs of {short(layer)}", where)
     signed = about.get("signed")
     if clip_of(layer) not in names or not isinstance(signed, bool):
@@ -166,10 +167,10 @@ def _input(entry: object, layer: str, names: set[str], where: str) -> tuple[Code
             f"{short(signed)}, and a tensor {clip_of(layer)!r} in the file. The metadata is damaged, or belongs to "
             "another file."
         )
-    return _codec(about.get("codec"), layer, where, of_inputs=True), signed
+    return _codec(about.get("codec"), layer, modules, where, of_inputs=True), signed
 
 
-def _encoding(entry: object, name: str, tensors: dict[str, Stored], where: str) -> Encoding:
+def _encoding(entry: object, name: str, tensors: dict[str, Stored], modules: dict[str, Any], where: str) -> Encoding:
     about = _object(entry, f"the description of {short(name)}", where)
     dtype = about.get("dtype")
     if not isinstance(dtype, str) or dtype not in _FLOATS:
@@ -179,7 +180,7 @@ def _encoding(entry: object, name: str, tensors: dict[str, Stored], where: str) 
         )
     _check_shape(about.get("shape"), name, where)
     shape = torch.Size(about["shape"])
-    chosen = _codec(about.get("codec"), name, where)
+    chosen = _codec(about.get("codec"), name, modules, where)
     stored = tensors.get(name)
     if stored is None or not _fits(stored, chosen, shape):
         raise CheckpointError(
@@ -190,14 +191,29 @@ def _encoding(entry: object, name: str, tensors: dict[str, Stored], where: str) 
     return Encoding(chosen, shape, _FLOATS[dtype])
 
 
-def _codec(spec: Any, name: str, where: str, of_inputs: bool = False) -> Codec:
+def _codec(spec: Any, name: str, modules: dict[str, Any], where: str, of_inputs: bool = False) -> Codec:
     try:
         return codec(spec) if of_inputs else codec_in_file(spec)  # a grid, which has no blocks, or rows of bytes
     except (NarrowcastError, TypeError, ValueError, OverflowError) as error:
+        module = modules.get(spec.partition(":")[0]) if isinstance(spec, str) else None
+        if isinstance(module, str):
+            raise CheckpointError(f"{where}: {short(name)} {_unregistered(spec, module)}") from error
         raise CheckpointError(
             f"{where}: {short(name)} has an invalid codec: {str(error)[:200]} The file comes from a later narrowcast, "
             "or is damaged."
         ) from error
+
+
+def _unregistered(spec: str, module: str) -> str:
+    """Why a codec that is not the library's own cannot be used, and what to do."""
+    own = spec.partition(":")[0]
+    says = f"is encoded in {short(spec)}, which is not a codec of narrowcast."
+    if module == "__main__":
+        return (
+            f"{says} The script that wrote the file registered it. Do the same here, before loading: "
+            f"narrowcast.register_codec({short(own)}, ...) with the same class."
+        )
+    return f"{says} The module {short(module)} registers it. Import that before loading: import {short(module)[1:-1]}"
 
 
 def _fits(stored: Stored, chosen: Codec, shape: torch.Size) -> bool:

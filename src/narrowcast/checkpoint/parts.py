@@ -1,7 +1,7 @@
 """What each file of a converted checkpoint will hold, decided from the headers of the source alone.
 
 The size of an encoded weight is known before it is encoded, so every output file is laid out before the first one is
-written. An `Entry` encodes its weight when its turn comes, to the bytes that `narrowcast.quantize_` gives.
+written. An `Entry` encodes its weight when its turn comes, tile by tile, to the bytes of `narrowcast.quantize_`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from narrowcast.checkpoint.header import Stored
 from narrowcast.checkpoint.reading import Checkpoint
 from narrowcast.checkpoint.saving import split_into_shards, split_tied
 from narrowcast.checkpoint.selection import Choice, choose, module_name
-from narrowcast.codecs.payload import Encoding, encode_rows
+from narrowcast.codecs.payload import Encoding
 from narrowcast.codecs.rules import Rules
 from narrowcast.codecs.sensitivity import is_finite
+from narrowcast.codecs.streaming import encode_tiles
 from narrowcast.errors import QuantizeError
 
 
@@ -76,20 +77,21 @@ def lay_out_parts(
 
 def _entry(source: Checkpoint, name: str, stored: Stored, choice: Choice, allow_nonfinite: bool) -> Entry:
     if choice.codec is None:
-        return Entry(name, stored, None, partial(source.tensor, name))
+        return Entry(name, stored, None, partial(source.tiles, name))
     shape, lead = torch.Size(stored.shape), choice.lead
-    rows = Stored(torch.uint8, (*shape[:lead], choice.codec.row_bytes(shape[lead:].numel())))
+    numel = shape[lead:].numel()
+    rows = Stored(torch.uint8, (*shape[:lead], choice.codec.row_bytes(numel)))
     encoding = Encoding(choice.codec, shape, stored.dtype)
-    return Entry(name, rows, encoding, partial(_encode, source, name, choice, allow_nonfinite))
+    read = partial(_read_finite, source, name, allow_nonfinite)
+    return Entry(name, rows, encoding, partial(encode_tiles, choice.codec, shape[:lead].numel(), numel, read))
 
 
-def _encode(source: Checkpoint, name: str, choice: Choice, allow_nonfinite: bool) -> Tensor:
-    assert choice.codec is not None
-    weight = source.tensor(name)
-    if not allow_nonfinite and not is_finite(weight):
+def _read_finite(source: Checkpoint, name: str, allow_nonfinite: bool, start: int, stop: int) -> Tensor:
+    elements = source.read(name, start, stop)
+    if not allow_nonfinite and not is_finite(elements):
         raise QuantizeError(
             f"{name!r} holds an infinity or a NaN, and every block that holds one decodes to NaN. The usual cause is a "
             "training that diverged, or an overflow in fp16. Repair the checkpoint, leave the weight out with a rule "
             f'("{module_name(name)}" = false), or pass --allow-nonfinite.'
         )
-    return encode_rows(weight, choice.codec, lead=choice.lead).data
+    return elements

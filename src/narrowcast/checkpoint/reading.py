@@ -2,6 +2,7 @@
 
     checkpoint = read("folder")          # headers only: names, shapes, encodings; everything about them is checked
     checkpoint.tensor("layers.0.weight") # mapped: the disk is read where the tensor is looked at
+    checkpoint.read("layers.0.weight", 0, 1000)  # its first thousand elements, read into memory
     checkpoint.verify()                  # every checksum
 
 Of a folder, `model.safetensors` is read, else the files that `*.safetensors.index.json` lists, else the only
@@ -13,8 +14,9 @@ is read again until it no longer changes, so that all files are of one save (fol
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from narrowcast.checkpoint.mapping import File, check_regular, identity
 from narrowcast.checkpoint.parse import parse_json, short
 from narrowcast.codecs import Codec
 from narrowcast.codecs.payload import EncodedRows, Encoding
+from narrowcast.codecs.sensitivity import tiles
 from narrowcast.errors import CheckpointError, MissingFileError, ReplacedError
 
 PATIENCE_SECONDS = 10.0
@@ -74,6 +77,17 @@ class Checkpoint:
         name = self.tied.get(name, name)
         return self.file_of[name].tensor(name)
 
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """The elements of a tensor as it is stored, laid flat, from `start` to `stop`."""
+        name = self.tied.get(name, name)
+        return self.file_of[name].read(name, start, stop)
+
+    def tiles(self, name: str) -> Iterator[Tensor]:
+        """One tensor as it is stored, laid flat, a tile at a time."""
+        numel = math.prod(self.stored[self.tied.get(name, name)].shape)
+        for start, stop in tiles(numel, 1):
+            yield self.read(name, start, stop)
+
     def mapped(self) -> dict[str, Tensor]:
         """Every tensor as it is stored, mapped; tied names are the same object."""
         tensors: dict[str, Tensor] = {}
@@ -88,8 +102,8 @@ class Checkpoint:
         sums = {self.file_of[name].contents.checksums.get(name) for name in (one, other)} - {None}
         if not alike or len(sums) > 1:
             return False
-        first, second = (self.tensor(name).flatten().view(torch.uint8) for name in (one, other))
-        return torch.equal(first, second)
+        pairs = zip(self.tiles(one), self.tiles(other), strict=True)
+        return all(torch.equal(first.view(torch.uint8), second.view(torch.uint8)) for first, second in pairs)
 
     def verify(self, advance: Callable[[int], None] = lambda count: None) -> None:
         """Compare every tensor that has a checksum with it; `advance` is called with the bytes read."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from narrowcast.checkpoint.header import NAMES, Stored, clip_of
 from narrowcast.checkpoint.mapping import PICKLES
 from narrowcast.codecs import Codec
 from narrowcast.codecs.payload import EncodedRows, Encoding, Payload
+from narrowcast.codecs.registry import check_storable
 from narrowcast.errors import CheckpointError
 
 _UNITS = {"": 1, "B": 1, **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}}
@@ -47,6 +48,9 @@ def save_state(
     path, user, limit = Path(path), _as_json(metadata), size_in_bytes(max_shard_size)
     check_ending(f"path={str(path)!r}", path)
     entries, tied = _list_entries(state)
+    used = [entry.encoding.codec for entry in entries if entry.encoding] + [own for own, _ in (inputs or {}).values()]
+    for own in {id(codec): codec for codec in used}.values():
+        check_storable(own)
     if path.suffix == ".safetensors" and not path.is_dir():
         with new_file(path) as file:
             write_tensors(file, entries, tied, user, inputs=inputs)
@@ -116,7 +120,7 @@ def _list_entries(state: Mapping[str, Tensor | EncodedRows]) -> tuple[list[Entry
         seen[key] = name
         tensors.append((name, tensor))
         stored = Stored(tensor.dtype, tuple(tensor.shape))
-        entries.append(Entry(name, stored, encoding, partial(_on_cpu, tensor)))
+        entries.append(Entry(name, stored, encoding, partial(_tiles_of, tensor)))
     _check_overlap(tensors)
     return entries, tied
 
@@ -159,6 +163,10 @@ def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
             f"metadata: {error}. It is stored as JSON, which has strings, numbers, lists and mappings. Put tensors "
             "into the state."
         ) from error
+
+
+def _tiles_of(tensor: Tensor) -> Iterator[Tensor]:
+    yield _on_cpu(tensor)
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

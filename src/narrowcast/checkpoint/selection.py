@@ -1,13 +1,15 @@
 """Which tensors of a checkpoint are weights, decided by name and shape alone.
 
 Without a model, the names that torch.nn and transformers give decide. Weights are floating tensors called `weight` with
-two dimensions or more, the projections of `nn.MultiheadAttention`, and floating tensors of any name with three
-dimensions (the experts of a mixture). Everything else is copied. As in `quantize_`, a rule is searched for in the
-module's name ("layers.0.mlp.up_proj"), and in the tensor's name if that is not `weight`.
+two dimensions or more, the projections of `nn.MultiheadAttention`, the matrices of recurrent layers (`weight_ih_l0`),
+and floating tensors of any name with three dimensions (the experts of a mixture). Everything else is copied. As in
+`quantize_`, a rule is searched for in the module's name ("layers.0.mlp.up_proj"), and in the tensor's name if that is
+not `weight`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from narrowcast.codecs.rules import Rules
 from narrowcast.errors import CheckpointError
 
 _ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+_RECURRENT = re.compile(r"weight_(ih|hh|hr)_l\d+(_reverse)?")
 _KERNEL = 16
 """A tensor called `weight` of shape [a, b, c] is taken for a 1-D convolution up to this c, and for experts above."""
 _TRANSPOSED_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
@@ -53,7 +56,7 @@ def choose(name: str, stored: Stored, rules: Rules) -> Choice:
         lead = 2 if len(shape) == 3 and shape[2] > _KERNEL else 1
     elif len(shape) == 3 and min(shape) > 1:
         lead = 2
-    elif len(shape) == 2 and last in _ATTENTION:
+    elif len(shape) == 2 and (last in _ATTENTION or _RECURRENT.fullmatch(last)):
         lead = 1
     else:
         return Choice(None, reason="is not called weight")

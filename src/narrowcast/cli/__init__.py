@@ -12,11 +12,10 @@ import typer
 
 from narrowcast.cli import bench, codecs, decode, demo, doctor, encode, inspect, netlab, plan, quantize
 from narrowcast.cli.shared.failing import Commands
-from narrowcast.cli.shared.scripts import FORWARDING, ForwardingCommand
 
 CODES = (
     "Exit codes: 0 success; 1 failed while running, or doctor found a fault; 2 wrong arguments or files; 130 Ctrl-C; "
-    "141 the reader of the output is gone."
+    "141 the reader of the output is gone. bench and netlab end with the code of what they run."
 )
 
 app = typer.Typer(
@@ -31,7 +30,7 @@ app.command("inspect")(inspect.inspect)
 app.command("quantize")(quantize.quantize)
 app.command("plan")(plan.plan)
 app.add_typer(bench.app, name="bench")
-app.command("netlab", cls=ForwardingCommand, context_settings=FORWARDING)(netlab.netlab)
+app.command("netlab", context_settings=netlab.SETTINGS)(netlab.netlab)
 
 
 def _version(asked: bool) -> None:

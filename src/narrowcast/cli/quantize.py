@@ -21,12 +21,15 @@ from narrowcast.cli.shared.launched import rank, world
 if TYPE_CHECKING:
     from narrowcast.checkpoint.conversion import Conversion
 
+RULES = r"TOML with a table \[rules] of regex = codec or false, or the same as JSON."
+"""What rich would take for markup has a backslash before it."""
+
 
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A safetensors file, or a model's folder.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or a file that ends in .safetensors.")],
     codec: Annotated[str, typer.Option(help="The codec of weights that no rule matches.")] = "int8",
-    rules: Annotated[Path | None, typer.Option(help="TOML or JSON with a table rules: regex = codec or false.")] = None,
+    rules: Annotated[Path | None, typer.Option(help=RULES)] = None,
     max_shard_size: Annotated[str | None, typer.Option(help="Such as 5GB. By default, the files of SRC.")] = None,
     allow_nonfinite: Annotated[bool, typer.Option(help="Also encode weights that hold an infinity or a NaN.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace the weights in DST.")] = False,

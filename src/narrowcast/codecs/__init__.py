@@ -3,7 +3,7 @@
 from narrowcast.codecs.base import Codec
 from narrowcast.codecs.cast import Cast, Float8
 from narrowcast.codecs.levels import APoT, Levels, NormalFloat, PoT, apot_levels
-from narrowcast.codecs.registry import codec, list_codecs, which_kernel
+from narrowcast.codecs.registry import codec, list_codecs, register_codec, which_kernel
 from narrowcast.codecs.uniform import Sign, Uniform
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "apot_levels",
     "codec",
     "list_codecs",
+    "register_codec",
     "which_kernel",
 ]

@@ -13,7 +13,7 @@ A codec turns rows of floats into rows of bytes, and back. It promises:
   outside codecs/ slices row bytes.
 
 A codec never learns what a rank, a layer or a file is. To write one, subclass `Codec`, describe its codes as a
-`Recipe` (what kernels need to know), give `_bound`, and name it in registry.py.
+`Recipe` (what kernels need to know), give `_bound`, and name it with `narrowcast.register_codec`.
 """
 
 from __future__ import annotations
@@ -269,6 +269,12 @@ class Codec:
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self).from_config, (self.config(),)
+
+    def __copy__(self) -> Codec:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Codec:
+        return self
 
 
 def _shaped(matrix: Tensor, rows: Tensor) -> Tensor:

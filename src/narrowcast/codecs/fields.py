@@ -7,6 +7,7 @@ writes do not survive: padding that is not zero, and a NaN scale with other bits
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -95,6 +96,36 @@ def _read_scales(stored: Tensor, kind: int) -> Tensor:
         return stored.new_empty((len(stored), stored.shape[1] // SCALE_BYTES[Scale(kind)]), dtype=torch.float32)
     aligned = stored.storage_offset() % 4 == 0 and stored.stride(0) % 4 == 0 and stored.stride(1) == 1
     return stored.view(torch.float32) if kind == Scale.FP32 and aligned else scale_value(stored, kind)
+
+
+# -- parts of a long row: blocks from one element to another, which begin and end between blocks ----------------------
+
+
+def regions(codec: Codec, row: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The bytes of one row [row_bytes(numel)]: codes, scales and zero points, as they are stored."""
+    where = layout(codec.format, numel)
+    end = where.zeros_offset + (where.groups if codec.format.affine else 0)
+    return row[: where.codes_bytes], row[where.scales_offset : where.zeros_offset], row[where.zeros_offset : end]
+
+
+def new_end(codec: Codec, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros for all bytes of a row behind its codes; and the scales and zero points in them, to be filled in."""
+    where = layout(codec.format, numel)
+    end = torch.zeros(where.row_bytes - where.codes_bytes, dtype=torch.uint8, device="cpu")
+    scales = end[where.scales_offset - where.codes_bytes : where.zeros_offset - where.codes_bytes]
+    return end, scales, end[where.zeros_offset - where.codes_bytes :][: where.groups if codec.format.affine else 0]
+
+
+def read_part(codec: Codec, numel: int, start: int, stop: int, read: Callable[[int, int], Tensor]) -> Tensor:
+    """The elements from `start` to `stop` of a row of `numel`, as a row of their own. `read` reads bytes of the row."""
+    where, size = layout(codec.format, numel), SCALE_BYTES[Scale(codec.format.scale)]
+    part = torch.zeros(codec.row_bytes(stop - start), dtype=torch.uint8, device="cpu")
+    first = start // where.group_size if where.groups else 0
+    begins = start * codec.bits // 8, where.scales_offset + first * size, where.zeros_offset + first
+    for stored, begin in zip(regions(codec, part, stop - start), begins, strict=True):
+        if len(stored):
+            stored.copy_(read(begin, begin + len(stored)))
+    return part
 
 
 # -- what `join` refuses ---------------------------------------------------------------------------------------------

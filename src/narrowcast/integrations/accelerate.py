@@ -8,6 +8,9 @@ function adds checkpoints: `accelerator.save_state` and `load_state` save and lo
 (`accelerator.register_for_checkpointing` would save those of the first rank for all.)
 
 Call `load_state` after `compress_gradients`. Called before, it loads the model, and the residuals start at zero.
+
+With one process Accelerate leaves the model as it is, and nothing is sent: the function says so, the counts of what it
+returns stay zero, and checkpoints are left alone.
 """
 
 from __future__ import annotations
@@ -18,11 +21,9 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from narrowcast import compress_gradients as compress
 from narrowcast.distributed import GradientCompression
 from narrowcast.distributed.collectives import AnyCodec
-from narrowcast.errors import ModelKindError
-from narrowcast.integrations import rank_states
+from narrowcast.integrations import one_process, rank_states
 
 try:
     from accelerate import Accelerator
@@ -48,14 +49,14 @@ def compress_gradients(
     `residuals=False` neither saves residuals nor loads them: they are as large as the gradients, on every rank.
     `options` are those of `narrowcast.compress_gradients`.
     """
-    try:
-        state = compress(model, codec, **options)
-    except ModelKindError as error:
-        raise ModelKindError(
-            f"model: {type(model).__name__} exchanges no gradients. Pass what accelerator.prepare(model) returns, in a "
-            "run of at least two processes (accelerate launch --num_processes 2, or torchrun): with one, Accelerate "
-            "leaves a model as it is."
-        ) from error
+    state, sends = one_process.compress(
+        model,
+        codec,
+        options,
+        f"model: {type(model).__name__} exchanges no gradients. Pass what accelerator.prepare(model) returns.",
+    )
+    if not sends:
+        return state
     number = _numbers[accelerator] = _numbers.get(accelerator, -1) + 1
 
     def save(models: Sequence[nn.Module], weights: Sequence[dict[str, Tensor]], folder: str) -> None:

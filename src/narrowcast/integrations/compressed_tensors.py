@@ -10,29 +10,30 @@ the model's dtype when they load them. That changes nothing for the bf16 scales 
 are rounded then, which moves each weight by up to 2**-8 of its value in bf16; `scale_dtype=` rounds here instead, in
 smaller files.
 
-Encoded embeddings, GPT-2's Conv1D and tied weights are refused, too: programs that read the format look for packed
-weights in Linear modules.
+Programs that read the format look for packed weights in Linear modules. So encoded embeddings, the weights tied to
+them, and weights of other modules are written as the floats that they decode to; `export` returns their names. GPT-2's
+Conv1D and tied Linear weights are refused.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from narrowcast.checkpoint.models import load, state_of
 from narrowcast.checkpoint.selection import module_name
 from narrowcast.codecs.payload import EncodedRows
 from narrowcast.codecs.sensitivity import tiles
 from narrowcast.errors import ExportError
+from narrowcast.integrations.export_sources import State, decode_others, leave_out, open_source, untied
 from narrowcast.kernels.layout import ROW, Element, layout
-from narrowcast.nn import Embedding, Linear
 
 try:
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
@@ -46,8 +47,6 @@ except ImportError as error:
 
 WIDTHS = (4, 8)
 """Other widths were packed in other ways by earlier versions of the package, and vLLM has no kernels for them."""
-
-State: TypeAlias = Mapping[str, Tensor | EncodedRows]
 
 
 class Scheme(NamedTuple):
@@ -65,20 +64,28 @@ def export(
     *,
     scale_dtype: torch.dtype = torch.float32,
     max_shard_size: int | str = "5GB",
-) -> None:
+) -> dict[str, str]:
     """Write a quantized model as a folder of compressed-tensors: safetensors files and a config.json.
 
     `source` is a model that `quantize_` converted, a folder that `narrowcast quantize` or `save` wrote, or a mapping of
-    names to tensors and encoded rows. A transformers config goes along; tokenizers are yours to copy.
+    names to tensors and encoded rows, all of Linear modules. A transformers config goes along. So do the tokenizer and
+    the other small files of a folder; beside a model, they are yours to copy.
+
+    Returns the encoded weights that were written as floats, and why. Everything is checked before a file is written.
     """
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExportError(f"path={str(path)!r}: an export needs a new or empty folder. Choose another, or empty it.")
-    state, config, linears = _open(source)
+    opened = open_source(source)
+    state, decoded = decode_others(opened.state, opened.others)
+    state = untied(state)
     schemes = {name: _scheme(name, rows) for name, rows in state.items() if isinstance(rows, EncodedRows)}
     if not schemes:
-        raise ExportError("source: no weight in it is quantized by narrowcast. Call narrowcast.quantize_(model) first.")
-    described = _describe(state, schemes, linears)
+        raise ExportError(
+            "source: no weight of a Linear module in it is quantized by narrowcast. Call narrowcast.quantize_(model) "
+            "first."
+        )
+    described = _describe(state, schemes, opened.linears, opened.modules)
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, EncodedRows):
@@ -87,8 +94,12 @@ def export(
             tensors[name] = value
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
-    text = json.dumps({**config, "quantization_config": described}, indent=2, sort_keys=True)
+    for name in opened.companions:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(Path(source) / name, folder / name)  # type: ignore[arg-type]  # only a folder has companions
+    text = json.dumps({**opened.config, "quantization_config": described}, indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n")
+    return decoded
 
 
 def packed(name: str, rows: EncodedRows, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -122,12 +133,12 @@ def _scheme(name: str, rows: EncodedRows) -> Scheme:
     if len(rows.shape) != 2 or not name.endswith("weight"):
         raise ExportError(
             f"{name}: pack-quantized holds the 2-D weights of Linear modules, and this one is "
-            f"{list(rows.shape)}. {_leave_out(name)}"
+            f"{list(rows.shape)}. {leave_out(name)}"
         )
     if format.element not in (Element.INT, Element.AFFINE) or format.bits not in WIDTHS:
         raise ExportError(
             f'{name}: codec {codec.spec!r} has no place in pack-quantized. Those that do are "int4" and "int8", with '
-            f"any block that divides the row, any scale, and zero_point=true or not. {_leave_out(name)}"
+            f"any block that divides the row, any scale, and zero_point=true or not. {leave_out(name)}"
         )
     where = layout(format, rows.numel)
     if where.groups > 1 and rows.numel % where.group_size:
@@ -135,22 +146,20 @@ def _scheme(name: str, rows: EncodedRows) -> Scheme:
         other = f"block={fit[0]}" if fit else "block=row"
         raise ExportError(
             f"{name}: its rows of {rows.numel} are not a whole number of blocks of {where.group_size}, and "
-            f'pack-quantized has no short blocks. Quantize it with "{codec.name}:{other}", for one. {_leave_out(name)}'
+            f'pack-quantized has no short blocks. Quantize it with "{codec.name}:{other}", for one. {leave_out(name)}'
         )
     # A block that is longer than the row is one scale per row, as is block=row.
     grouped = format.block != ROW and rows.numel % where.group_size == 0
     return Scheme(format.bits, where.group_size if grouped else None, not format.affine)
 
 
-def _leave_out(name: str) -> str:
-    return f'Or leave it as it is, with the rule {{"{module_name(name)}": None}} in quantize_.'
-
-
-def _describe(state: State, schemes: Mapping[str, Scheme], linears: set[str] | None) -> dict[str, Any]:
+def _describe(
+    state: State, schemes: Mapping[str, Scheme], linears: set[str] | None, modules: Mapping[str, str]
+) -> dict[str, Any]:
     """The `quantization_config` of a config.json."""
     groups: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
-        groups.setdefault(scheme, []).append(module_name(name))
+        groups.setdefault(scheme, []).append(modules.get(name, module_name(name)))
     left = {module_name(name) for name, value in state.items() if isinstance(value, Tensor) and value.dim() == 2}
     schemes_by_group = {}
     for number, (scheme, names) in enumerate(groups.items()):
@@ -175,53 +184,3 @@ def _describe(state: State, schemes: Mapping[str, Scheme], linears: set[str] | N
         ignore=sorted(ignored),
     )
     return {"version": version("compressed-tensors"), **json.loads(config.model_dump_json())}
-
-
-def _open(source: Any) -> tuple[State, dict[str, Any], set[str] | None]:
-    """What `export` was given, as a state, a transformers config, and the names of all Linear modules if known."""
-    if isinstance(source, torch.nn.Module):
-        return _untied(state_of(source)), _config(source), _linears(source)
-    if isinstance(source, Mapping):
-        return _untied(source), {}, None
-    file = Path(source) / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
-    return _untied(load(source)), {key: value for key, value in config.items() if key != "quantization_config"}, None
-
-
-def _config(model: Any) -> dict[str, Any]:
-    if not hasattr(getattr(model, "config", None), "to_dict"):
-        return {}
-    config: dict[str, Any] = json.loads(json.dumps(model.config.to_dict(), default=str))
-    config.pop("quantization_config", None)
-    return {**config, "architectures": [type(model).__name__]}
-
-
-def _linears(model: torch.nn.Module) -> set[str]:
-    names = set()
-    for name, module in model.named_modules():
-        if isinstance(module, Embedding) or (isinstance(module, Linear) and module.held.transposed):
-            kind = "an Embedding" if isinstance(module, Embedding) else "a Conv1D, with a weight of [in, out],"
-            raise ExportError(
-                f"{name}: is {kind} in the float model, and programs that read pack-quantized read Linear modules. "
-                f"{_leave_out(name)}"
-            )
-        if isinstance(module, (torch.nn.Linear, Linear)):
-            names.add(name)
-    return names
-
-
-def _untied(state: State) -> State:
-    """The state without the second names of tied floats. Rows that are tied have no place in the format."""
-    seen: dict[tuple[int, torch.Size, torch.dtype], str] = {}
-    untied: dict[str, Tensor | EncodedRows] = {}
-    for name, value in state.items():
-        data = value.data if isinstance(value, EncodedRows) else value
-        first = seen.setdefault((data.data_ptr(), data.shape, data.dtype), name) if data.numel() else name
-        if first == name:
-            untied[name] = value
-        elif isinstance(value, EncodedRows):
-            raise ExportError(
-                f"{first} and {name} are one tied weight, and pack-quantized cannot tie packed weights. "
-                f"{_leave_out(name)} Or untie them before quantizing."
-            )
-    return untied

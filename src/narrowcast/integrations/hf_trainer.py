@@ -5,7 +5,8 @@
 
 It takes the trainer, because callbacks get the bare model, and gradients are exchanged by the wrapper that Accelerate
 puts around it. Each rank writes its state into the checkpoint's folder, beside the trainer's random states, and reads
-it when training resumes. `stats()` goes to the trainer's log.
+it when training resumes. `stats()` goes to the trainer's log, in rows of its own: the trainer's rows are what they are
+without the callback. With one process nothing is sent, and the callback only says so.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from narrowcast import compress_gradients
 from narrowcast.distributed import GradientCompression
 from narrowcast.distributed.collectives import AnyCodec
-from narrowcast.errors import MissingFileError, ModelKindError
-from narrowcast.integrations import rank_states
+from narrowcast.errors import MissingFileError
+from narrowcast.integrations import one_process, rank_states
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -34,7 +34,7 @@ class CompressGradients(TrainerCallback):  # type: ignore[misc]
 
     - `residuals`: whether checkpoints hold them. False also resumes from a checkpoint of another number of ranks, or
       of a run without compression.
-    - `log_every`: log `stats()` after this many steps; by default whenever the trainer logs, and 0 for never.
+    - `log_every`: log `stats()` after this many steps; by default whenever the trainer logs the loss, and 0 for never.
     - `options`: those of `narrowcast.compress_gradients`.
 
     `compression` is the `GradientCompression` of this rank, from the start of training on.
@@ -56,35 +56,51 @@ class CompressGradients(TrainerCallback):  # type: ignore[misc]
         self.options = options
         self.compression: GradientCompression | None = None
         self._compressed: nn.Module | None = None
+        self._sends = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
     ) -> None:
         model = self.trainer.model_wrapped
         if model is not self._compressed:  # the trainer wraps the model once, however often it trains
-            try:
-                self.compression = compress_gradients(model, self.codec, **self.options)
-            except ModelKindError as error:
-                raise ModelKindError(
-                    f"CompressGradients: the trainer's model is a {type(model).__name__} that exchanges no gradients. "
-                    "Run the script with at least two processes (torchrun --nproc-per-node 2 script.py), or leave the "
-                    "callback out where there is one."
-                ) from error
+            self.compression, self._sends = one_process.compress(
+                model,
+                self.codec,
+                self.options,
+                f"CompressGradients: the trainer's model is a {type(model).__name__} that exchanges no gradients, in a "
+                "run of several processes. Let the trainer wrap it: leave out options that turn DDP off.",
+            )
             self._compressed = model
-        if state.global_step and self.compression is not None:
+        if state.global_step and self.compression is not None and self._sends:
             self._resume(self.compression, args, state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
-        due = (
-            control.should_log if self.log_every is None else self.log_every and not state.global_step % self.log_every
-        )
-        if due and self.compression is not None:
+        if self.log_every and not state.global_step % self.log_every:
+            should_log = control.should_log
+            self._log()
+            control.should_log = should_log  # logging resets it, and the trainer would not log the loss of this step
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **unused: Any,
+    ) -> None:
+        if self.log_every is None and logs is not None and "loss" in logs:
+            self._log()
+
+    def _log(self) -> None:
+        if self.compression is not None and self._sends:
             scalars = self.compression.stats().scalars()
-            self.trainer.log({f"gradients/{name}": value for name, value in scalars.items()})
+            # Not the method of a subclass: those add figures of their own to a row, or expect the loss in it.
+            Trainer.log(self.trainer, {f"gradients/{name}": value for name, value in scalars.items()})
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
         # Trials of a hyperparameter search are never resumed, and save elsewhere.
-        if self.compression is not None and not (args.save_only_model or state.is_hyper_param_search):
+        resumed = not (args.save_only_model or state.is_hyper_param_search)
+        if self.compression is not None and self._sends and resumed:
             rank_states.save(self.compression, _folder(args, state), self.residuals)
 
     def _resume(self, compression: GradientCompression, args: TrainingArguments, state: TrainerState) -> None:

@@ -9,6 +9,8 @@ A Lightning checkpoint is one file, which the first rank writes. To save, the fi
 ranks. With `error_feedback=True` they take (ranks + 1) times the gradients in fp32, in its main memory and in the file,
 which each rank reads to resume; with "owner" they take the gradients once. `residuals=False` neither saves residuals
 nor loads them, and so also resumes with another number of ranks.
+
+With one process nothing is sent: the callback says so, logs nothing, and leaves checkpoints alone.
 """
 
 from __future__ import annotations
@@ -16,11 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from narrowcast import compress_gradients
 from narrowcast.distributed import GradientCompression
 from narrowcast.distributed.collectives import AnyCodec
-from narrowcast.errors import ModelKindError, StateDictError
-from narrowcast.integrations import rank_states
+from narrowcast.errors import StateDictError
+from narrowcast.integrations import one_process, rank_states
 
 try:
     from lightning.pytorch import LightningModule, Trainer
@@ -50,6 +51,7 @@ class CompressGradients(Callback):  # type: ignore[misc]
         self.log_every = log_every
         self.options = options
         self.compression: GradientCompression | None = None
+        self._sends = False
         self._waiting: Mapping[str, Any] | None = None
         self._logged = -1
 
@@ -60,13 +62,13 @@ class CompressGradients(Callback):  # type: ignore[misc]
         self.compression, self._waiting, self._logged = None, None, -1
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        try:
-            self.compression = compress_gradients(trainer.strategy.model, self.codec, **self.options)
-        except ModelKindError as error:
-            raise ModelKindError(
-                f"CompressGradients: {type(trainer.strategy).__name__} exchanges no gradients that could be "
-                'compressed. Use Trainer(strategy="ddp"), which also works with devices=1.'
-            ) from error
+        self.compression, self._sends = one_process.compress(
+            trainer.strategy.model,
+            self.codec,
+            self.options,
+            f"CompressGradients: {type(trainer.strategy).__name__} exchanges no gradients that could be compressed. "
+            'Use Trainer(strategy="ddp").',
+        )
         if self._waiting is not None:
             self.load_state_dict(self._waiting)
 
@@ -75,7 +77,9 @@ class CompressGradients(Callback):  # type: ignore[misc]
     ) -> None:
         step = trainer.global_step
         every = trainer.log_every_n_steps if self.log_every is None else self.log_every
-        if not every or step % every or step == self._logged or self.compression is None or not trainer.is_global_zero:
+        # Step 0 is the first batches of an accumulation: no gradient has been sent.
+        due = every and step and not step % every and step != self._logged
+        if not due or self.compression is None or not self._sends or not trainer.is_global_zero:
             return
         self._logged = step  # with accumulation, several batches make a step
         scalars = {f"gradients/{name}": value for name, value in self.compression.stats().scalars().items()}
@@ -86,11 +90,15 @@ class CompressGradients(Callback):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all ranks, on the first rank. Lightning calls it on every rank."""
-        return {} if self.compression is None else {"ranks": rank_states.gather(self.compression, self.residuals)}
+        if self.compression is None or not self._sends:
+            return {}
+        return {"ranks": rank_states.gather(self.compression, self.residuals)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if self.compression is None:  # the model is not wrapped yet
             self._waiting = state_dict
+            return
+        if not self._sends:
             return
         if not isinstance(state_dict.get("ranks"), list) or not state_dict["ranks"]:
             raise StateDictError(

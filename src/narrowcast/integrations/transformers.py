@@ -31,12 +31,12 @@ from narrowcast.errors import QuantizeError, SpecError, StateDictError
 from narrowcast.nn import adopt, dequantize_, encodings
 from narrowcast.nn.encodings import drop_codecs, stored_state
 from narrowcast.nn.modules.base import Encoded, become, encoded_parameters, float_dtype_of, hold, set_float_dtype
+from narrowcast.nn.modules.first_dtype import show_dtype
 from narrowcast.nn.quantize import finish, place
 from narrowcast.nn.survey import Weight, survey
 
 try:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import ConversionOps
     from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
     from transformers.utils import logging
@@ -45,6 +45,8 @@ except ImportError as error:
     raise ImportError(
         "narrowcast.integrations.transformers needs transformers 5 or later. Run: pip install 'narrowcast[hf]'"
     ) from error
+
+from narrowcast.integrations.model_names import keys_of
 
 METHOD = "narrowcast"
 _FLOAT_MODULES = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -136,7 +138,10 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
         keys = model.state_dict()
         known = {key: weight for weight in survey(model).weights for key in weight.names()}
         rows: dict[str, Encoding] = {}
-        for key, name, spec in self._rename_weights(model, keys):
+        weights = self.quantization_config.weights
+        # transformers reports a weight that this model does not have as unexpected.
+        for name, key in keys_of(model, weights, keys).items():
+            spec = weights[name]
             shape = known[key].slots[0].shape() if key in known else keys[key].shape
             encoding = Encoding(as_codec(spec), shape, keys[key].dtype)
             into = rows if key in known else self.floats
@@ -150,21 +155,6 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
             stored = [rows[key] for key in weight.names() if key in rows]
             rows |= dict.fromkeys(weight.names(), stored[0]) if stored else {}
         return rows
-
-    def _rename_weights(self, model: Any, keys: Mapping[str, Tensor]) -> Iterable[tuple[str, str, str]]:
-        """Each entry of `config.weights` as (the key that the loader gives it, its name, its codec)."""
-        mapping = get_model_conversion_mapping(model) or []
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        for name, spec in self.quantization_config.weights.items():
-            # A name is a tensor's or a module's with a `weight`. It is the model's own name, or that of the files.
-            for known_as in (name, f"{name}.weight"):
-                renamed, _ = rename_source_key(known_as, renamings, converters, model.base_model_prefix, keys)
-                key = known_as if known_as in keys else renamed
-                if key in keys:
-                    yield key, name, spec
-                    break
-            # transformers reports a weight that this model does not have as unexpected.
 
     # -- while loading: encode each weight as it arrives ---------------------------------------------------------
 
@@ -191,6 +181,7 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
             self.quiet.remove()
         for name, module in model.named_modules():
             _check_rows(name, module)
+        show_dtype(model)
         self.chosen, self.floats = {}, {}
         self.quantization_config.weights = {name: encoding.codec.spec for name, encoding in encodings(model).items()}
         return model

@@ -57,10 +57,10 @@ def facts_in(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any] | Non
     return unpack(state_dict[prefix + KEY], prefix + KEY) if prefix + KEY in state_dict else None
 
 
-def not_missing(missing_keys: list[str], prefix: str) -> None:
+def not_missing(missing_keys: list[str], prefix: str, key: str = KEY) -> None:
     """Take this module's key out of the missing ones: earlier versions wrote none."""
-    if prefix + KEY in missing_keys:
-        missing_keys.remove(prefix + KEY)
+    if prefix + key in missing_keys:
+        missing_keys.remove(prefix + key)
 
 
 def loading_strictly() -> bool:

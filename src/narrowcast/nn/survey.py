@@ -26,9 +26,11 @@ from narrowcast.nn.modules.conv import Conv1d, Conv2d, Conv3d
 from narrowcast.nn.modules.embedding import Embedding
 from narrowcast.nn.modules.experts import experts_class
 from narrowcast.nn.modules.linear import Linear
+from narrowcast.nn.modules.recurrent import GRU, LSTM, RNN
 
 TARGETS: dict[type[nn.Module], type[Encoded]] = {
-    target.float_class: target for target in (Linear, Embedding, Conv1d, Conv2d, Conv3d, MultiheadAttention)
+    target.float_class: target
+    for target in (Linear, Embedding, Conv1d, Conv2d, Conv3d, MultiheadAttention, LSTM, GRU, RNN)
 }
 # What a subclass may define and still compute what its base class does.
 _HARMLESS = {"__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__constants__", "extra_repr"}
@@ -141,7 +143,8 @@ def _slot(module: nn.Module, parameter: str, weight: Tensor, names: tuple[str, .
     for base, target in TARGETS.items():
         if isinstance(module, base):
             projections = (PACKED, *APART) if base is nn.MultiheadAttention else ("weight",)
-            return Slot(module, parameter, target, names) if parameter in projections else "not a projection"
+            fits = parameter in projections or issubclass(base, nn.RNNBase)
+            return Slot(module, parameter, target, names) if fits else "not a projection"
     return _expert_slot(module, parameter, weight, names)
 
 
@@ -223,7 +226,8 @@ def _without_parameter(names: dict[nn.Module, list[str]]) -> list[Skip]:
     """Skips for layers that could be encoded if their weight were a Parameter of theirs."""
     skips = []
     for module, known in names.items():
-        if isinstance(module, Encoded) or "weight" in module._parameters or isinstance(module, nn.MultiheadAttention):
+        several = isinstance(module, (nn.MultiheadAttention, nn.RNNBase))
+        if isinstance(module, Encoded) or "weight" in module._parameters or several:
             continue
         if isinstance(module, tuple(TARGETS)):
             reason = _changed(module) or "its weight is computed from other parameters (weight_norm, pruning)"

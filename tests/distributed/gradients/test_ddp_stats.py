@@ -331,7 +331,19 @@ def test_a_compression_prints_what_it_is_and_what_it_has_cost(options: dict[str,
 def test_what_auto_has_chosen_is_printed(codec: str | None, head: str) -> None:
     state = nc.GradientCompression("auto")
     state.load_state_dict({**nc.GradientCompression(codec).state_dict(), "step": 2})
-    assert str(state) == f"{head}: 2 steps, nothing sent"
+    assert str(state) == f"{head}: 0 steps, nothing sent"
+
+
+def test_after_a_resume_steps_and_bytes_are_counted_since_then() -> None:
+    state = nc.GradientCompression("int8")
+    state.count_idle(0, 100, 800)
+    state.step, state.clock.busy = 3, 1.0
+    assert (state.stats().steps, state.stats().sent_bytes, state.stats().busy_seconds) == (3, 800, 1.0)
+    state.load_state_dict({**state.state_dict(), "step": 40})
+    assert (state.stats().steps, state.stats().sent_bytes, state.stats().busy_seconds) == (0, 0, 0.0)
+    state.count_idle(0, 100, 800)
+    state.step += 1
+    assert (state.step, state.stats().steps, state.stats().sent_bytes) == (41, 1, 800)
 
 
 def test_what_is_printed_is_what_was_counted(played: list[dict[str, Any]]) -> None:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from narrowcast.cli.demo.ways import WAYS
+from narrowcast.cli.shared.failing import FAILED, print_error
 from narrowcast.cli.shared.places import check_picture
 
 if TYPE_CHECKING:
@@ -93,9 +94,9 @@ def _run_ranks(folder: Path, steps: int) -> Iterator[dict[str, Any]]:
             if line.startswith("{"):
                 yield json.loads(line)
         if process.wait():
-            output = (folder / "errors").read_text()[-2000:]
-            typer.echo(f"narrowcast demo: the ranks ended with exit code {process.returncode}:\n{output}", err=True)
-            raise typer.Exit(1)
+            typer.echo((folder / "errors").read_text()[-2000:], err=True)
+            print_error(f"the ranks ended with exit code {process.returncode}. What they said last is above.")
+            raise typer.Exit(FAILED)
     finally:
         process.terminate()  # torchrun ends its ranks
         process.wait()

@@ -24,6 +24,7 @@ from narrowcast.codecs import list_codecs, which_kernel
 from narrowcast.errors import KernelWarning
 from narrowcast.kernels import triton as triton_kernels
 from narrowcast.kernels.cpu import binding
+from narrowcast.kernels.cpu.reinstall import reinstall_command
 
 PACKAGES = ("torch", "numpy", "safetensors", "typer", "rich", "triton")
 EXTRAS = {
@@ -32,7 +33,7 @@ EXTRAS = {
     "lightning": ("Lightning", ("lightning",)),
     "track": ("TensorBoard logs", ("tensorboard",)),
 }
-REINSTALL = "pip install --force-reinstall --no-deps narrowcast"
+
 OLDEST = (2, 11)
 """The first torch that is supported, as in pyproject.toml."""
 _FEATURES = re.compile(r"avx2|avx512(f|bw|vl|_vnni|_bf16|_fp16)|amx_(int8|bf16|tile)|f16c|fma|asimd|sve2?|i8mm|bf16")
@@ -156,7 +157,7 @@ def _core_faults(wanted: str) -> list[Finding]:
     try:
         core, why = binding.load(wanted.removeprefix("native/"))
     except (OSError, AttributeError) as error:
-        fix = "unset NARROWCAST_CORE" if "NARROWCAST_CORE" in os.environ else REINSTALL
+        fix = "unset NARROWCAST_CORE" if "NARROWCAST_CORE" in os.environ else reinstall_command()
         return [Finding(f"the native core cannot be loaded, and no codec runs on the CPU: {error}", fix)]
     return [] if core else [_slow("cpu", why, "unset NARROWCAST_KERNEL" if wanted else "")]
 

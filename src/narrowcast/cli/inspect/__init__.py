@@ -100,6 +100,6 @@ def _measure(weights: Sequence[Weight], codecs: Sequence[Codec], skipped: Sequen
             # A weight that is encoded already is not encoded again.
             tried = codecs if weight.codec is None else []
             advance = lambda count: progress.advance(task, count)  # noqa: E731
-            statistics = measure(weight.name, weight.rows, weight.columns, weight.open(), tried, advance=advance)
+            statistics = measure(weight.name, weight.rows, weight.columns, weight.read, tried, advance=advance)
             lines.append(Line(weight, statistics, why_not(weight, statistics, skipped)))
     return lines

@@ -1,7 +1,7 @@
 """The weights of a checkpoint as `narrowcast inspect` reads them: matrices of rows, a few rows at a time.
 
 They are the tensors that `narrowcast quantize` would encode without rules, in the same rows. Tensors that are encoded
-already are decoded as they are read. Files are mapped: memory holds only the rows that are being measured.
+already are decoded as they are read. Memory holds only the rows that are being measured.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Weight(NamedTuple):
     """The codec that it is encoded with; None for plain floats."""
     rows: int
     columns: int
-    open: Callable[[], Callable[[int, int], Tensor]]
-    """Maps the tensor. Returns a function of (start, stop) that reads these rows as floats [stop - start, columns]."""
+    read: Callable[[int, int], Tensor]
+    """Of (start, stop): these rows as floats [stop - start, columns]."""
 
     @property
     def module(self) -> str:
@@ -51,21 +51,21 @@ def _weight(checkpoint: Checkpoint, name: str) -> Weight | None:
     stored, encoding = checkpoint.stored[name], checkpoint.encodings.get(name)
     if encoding is not None:
         rows, columns = math.prod(stored.shape[:-1]), math.prod(encoding.shape[len(stored.shape) - 1 :])
-        opener = partial(_open_encoded, checkpoint, name, encoding.codec, columns)
-        return Weight(name, tuple(encoding.shape), encoding.dtype, encoding.codec, rows, columns, opener)
+        read = partial(_read_encoded, checkpoint, name, encoding.codec, columns)
+        return Weight(name, tuple(encoding.shape), encoding.dtype, encoding.codec, rows, columns, read)
     choice = choose(name, stored, compile_rules(None, "int8"))
     if choice.codec is None:
         return None
     rows, columns = math.prod(stored.shape[: choice.lead]), math.prod(stored.shape[choice.lead :])
-    opener = partial(_open_plain, checkpoint, name, rows, columns)
-    return Weight(name, stored.shape, stored.dtype, None, rows, columns, opener)
+    return Weight(
+        name, stored.shape, stored.dtype, None, rows, columns, partial(_read_plain, checkpoint, name, columns)
+    )
 
 
-def _open_plain(checkpoint: Checkpoint, name: str, rows: int, columns: int) -> Callable[[int, int], Tensor]:
-    tensor = checkpoint.tensor(name).view(rows, columns)
-    return lambda start, stop: tensor[start:stop]
+def _read_plain(checkpoint: Checkpoint, name: str, columns: int, start: int, stop: int) -> Tensor:
+    return checkpoint.read(name, start * columns, stop * columns).view(stop - start, columns)
 
 
-def _open_encoded(checkpoint: Checkpoint, name: str, codec: Codec, columns: int) -> Callable[[int, int], Tensor]:
-    data = checkpoint.tensor(name).flatten(0, -2)
-    return lambda start, stop: codec.decode(data[start:stop], columns)
+def _read_encoded(checkpoint: Checkpoint, name: str, codec: Codec, columns: int, start: int, stop: int) -> Tensor:
+    size = codec.row_bytes(columns)
+    return codec.decode(checkpoint.read(name, start * size, stop * size).view(stop - start, size), columns)

@@ -1,17 +1,19 @@
 """How a command fails: one line on stderr that begins with "error: ", an exit code, and no traceback.
 
     0    success
-    1    it failed while running (a full disk, a lost rank), or `doctor` found a fault
-    2    an argument, or a file that an argument names, is wrong
+    1    it failed while running (a full disk, too little memory, a lost rank), or `doctor` found a fault
+    2    an argument, or a file or folder that it names, is wrong: missing, damaged, taken, not permitted, read-only
     130  Ctrl-C
     141  the reader of the output is gone, as in `narrowcast codecs | head -2`; nothing is printed, as in other programs
 
 Commands raise the library's exceptions, or call `refuse` for faults of their own arguments. `Commands` reports both,
-once. Any other exception is a bug in narrowcast, and keeps its traceback.
+once. Any other exception is a bug in narrowcast, and keeps its traceback. `bench` and `netlab` end with the exit code
+of what they run.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -25,6 +27,7 @@ from narrowcast.errors import CollectiveError, MismatchError, NarrowcastError
 
 FAILED, WRONG, STOPPED, UNREAD = 1, 2, 130, 141
 _WRONG_FILE = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_WRONG_NUMBERS = (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTEMPTY)
 
 
 class Commands(TyperGroup):
@@ -44,7 +47,7 @@ class Commands(TyperGroup):
             sys.exit(UNREAD)
         except (typer.Abort, KeyboardInterrupt):
             code = STOPPED
-        except (NarrowcastError, OSError) as error:
+        except (NarrowcastError, OSError, MemoryError) as error:
             print_error(_message(error))
             sys.exit(_code(error))
         except Exception as error:
@@ -76,10 +79,13 @@ def _code(error: Exception) -> int:
     if isinstance(error, NarrowcastError):
         lost = isinstance(error, CollectiveError) and not isinstance(error, MismatchError)
         return FAILED if lost else WRONG
-    return WRONG if isinstance(error, _WRONG_FILE) else FAILED
+    wrong = isinstance(error, _WRONG_FILE) or (isinstance(error, OSError) and error.errno in _WRONG_NUMBERS)
+    return WRONG if wrong else FAILED
 
 
 def _message(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "there is not enough memory."
     if isinstance(error, OSError) and not isinstance(error, NarrowcastError) and error.strerror:
         return f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
     return str(error)

@@ -9,7 +9,7 @@ floats are copied. `decode` also takes files of `narrowcast.save` and `narrowcas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +24,9 @@ from narrowcast.cli.shared import npy
 from narrowcast.cli.shared.bars import bytes_bar
 from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
-from narrowcast.codecs.payload import EncodedRows, Encoding
-from narrowcast.codecs.payload import encode as encode_tensor
+from narrowcast.codecs.payload import Encoding
 from narrowcast.codecs.sensitivity import is_finite
+from narrowcast.codecs.streaming import decode_tiles, encode_tiles
 from narrowcast.errors import CheckpointError, SpecError
 
 SHAPES = "encoded_shapes"
@@ -35,10 +35,11 @@ ARRAY = "array"
 
 
 class Source(NamedTuple):
-    """The tensors of a file. `tensor` maps one."""
+    """The tensors of a file."""
 
     stored: dict[str, Stored]
-    tensor: Callable[[str], Tensor]
+    read: Callable[[str, int, int], Tensor]
+    """Of (name, start, stop): these elements of a tensor, laid flat."""
     checkpoint: Checkpoint | None
 
 
@@ -54,7 +55,7 @@ def encode(path: Path, target: Path, spec: str, seed: int) -> dict[str, Any]:
     entries = [
         _entry_to_encode(source, name, codec, seed, finite)
         if name in floats
-        else Entry(name, stored, None, partial(source.tensor, name))
+        else Entry(name, stored, None, partial(source.checkpoint.tiles, name))  # type: ignore[union-attr]
         for name, stored in source.stored.items()
     ]
     shapes = {name: list(source.stored[name].shape) for name in floats}
@@ -71,15 +72,15 @@ def encode(path: Path, target: Path, spec: str, seed: int) -> dict[str, Any]:
 
 def _open(path: Path) -> Source:
     if path.suffix == ".npy":
-        array = npy.read(path)
-        return Source({ARRAY: Stored(array.dtype, tuple(array.shape))}, lambda name: array, None)
+        array = npy.Array(path)
+        return Source({ARRAY: Stored(array.dtype, array.shape)}, lambda name, *part: array.read(*part), None)
     checkpoint = read(path)
     if checkpoint.encodings:
         raise CheckpointError(
             f"SRC={str(path)!r}: {len(checkpoint.encodings)} of its tensors are encoded already, and encoding twice "
             "adds both errors. Start from the original, or run narrowcast decode first."
         )
-    return Source(checkpoint.stored, checkpoint.tensor, checkpoint)
+    return Source(checkpoint.stored, checkpoint.read, checkpoint)
 
 
 def _entry_to_encode(source: Source, name: str, codec: Codec, seed: int, finite: dict[str, bool]) -> Entry:
@@ -88,14 +89,16 @@ def _entry_to_encode(source: Source, name: str, codec: Codec, seed: int, finite:
     # One dimension counts the rows and one the elements of a row: a scalar becomes [1, 1].
     described = torch.Size(shape if in_rows else (1, *(shape or (1,))))
     lead = len(described) - 1 if in_rows else 1
-    stored = Stored(torch.uint8, (*described[:lead], codec.row_bytes(math.prod(described[lead:]))))
+    rows, numel = math.prod(described[:lead]), math.prod(described[lead:])
+    stored = Stored(torch.uint8, (*described[:lead], codec.row_bytes(numel)))
+    finite[name] = True
 
-    def make() -> Tensor:
-        x = source.tensor(name)
-        finite[name] = is_finite(x)
-        return encode_tensor(x, codec, seed=seed).data.view(stored.shape)
+    def read(start: int, stop: int) -> Tensor:
+        elements = source.read(name, start, stop)
+        finite[name] = finite[name] and is_finite(elements)
+        return elements
 
-    return Entry(name, stored, Encoding(codec, described, dtype), make)
+    return Entry(name, stored, Encoding(codec, described, dtype), partial(encode_tiles, codec, rows, numel, read, seed))
 
 
 def _describe(source: Source, name: str, after: dict[str, int]) -> dict[str, Any]:
@@ -156,11 +159,11 @@ def _entry_to_decode(checkpoint: Checkpoint, name: str, dtype: torch.dtype | Non
     kind = dtype if dtype and own in checks.FLOATS else own
     shape = stored.shape if encoding is None else _original_shape(checkpoint, name, encoding)
 
-    def make() -> Tensor:
-        tensor = checkpoint.tensor(name)
+    def make() -> Iterator[Tensor]:
         if encoding is None:
-            return tensor.to(kind)
-        return EncodedRows(tensor, *encoding).decode(kind).view(shape)
+            return (tile.to(kind) for tile in checkpoint.tiles(name))
+        rows, numel = math.prod(stored.shape[:-1]), math.prod(encoding.shape[len(stored.shape) - 1 :])
+        return decode_tiles(encoding.codec, rows, numel, partial(checkpoint.read, name), kind)
 
     return Entry(name, Stored(kind, shape), None, make)
 
@@ -190,7 +193,7 @@ def _write(target: Path, entries: list[Entry], like: Checkpoint | None, notes: d
     with bytes_bar() as bar, new_file(target) as file:
         task = bar.add_task(target.name, total=sum(entry.stored.nbytes for entry in entries))
         if target.suffix == ".npy":
-            npy.write(file, entries[0].make())
+            npy.write(file, *entries[0].stored, entries[0].make())
             return
         tied, inputs = (like.tied, like.inputs) if like else ({}, {})
         user = {key: value for key, value in (like.user if like else {}).items() if key != SHAPES}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from narrowcast.errors import CheckpointError, MissingFileError, PlotError, TargetError
@@ -38,6 +37,8 @@ def check_picture(option: str, path: Path) -> None:
 
 def check_place(what: str, path: Path, overwrite: bool) -> None:
     """Refuse a file that exists (unless `overwrite`) or cannot be written. Errors call it `what`."""
+    from narrowcast.checkpoint.files import check_writable  # it loads torch, which --help does without
+
     folder = path.absolute().parent
     if not folder.is_dir():
         raise TargetError(f"{what}: there is no folder {str(path.parent)!r}. Create it first.")
@@ -45,10 +46,4 @@ def check_place(what: str, path: Path, overwrite: bool) -> None:
         raise TargetError(f"{what}: is a folder. Name a file in it.")
     if path.exists() and not overwrite:
         raise TargetError(f"{what}: exists already. Pass --overwrite, or name another file.")
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise TargetError(
-            f"{what}: cannot write to the folder {str(path.parent)!r}: {error.strerror}. Name a folder that you may "
-            "write to."
-        ) from error
+    check_writable(what, path.parent)

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,7 +44,7 @@ def find_checkout(script: str) -> Path | None:
     return None
 
 
-def run_script(command: str, script: str, arguments: list[str], variables: Mapping[str, str] | None = None) -> NoReturn:
+def run_script(command: str, script: str, arguments: list[str]) -> NoReturn:
     """Run a script of the repository to its end, and exit with its code."""
     root = find_checkout(script)
     if root is None:
@@ -56,7 +55,7 @@ def run_script(command: str, script: str, arguments: list[str], variables: Mappi
         )
     # The script measures the narrowcast that runs this command, wherever the checkout is.
     paths = [str(Path(narrowcast.__file__).resolve().parents[1]), str(root / "bench"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(variables or {})}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     raise typer.Exit(_wait([sys.executable, str(root / script), *arguments], environment))
 
 

@@ -101,7 +101,7 @@ class GradientCompression:
         self.make_residuals: Callable[[Mode, Holder], Residuals] = Residuals
         self._outcome = Outcome()
         self._agreed = False
-        self.counted, self.clock = GradientStats(), Clock()
+        self.counted, self.clock, self._resumed_at = GradientStats(), Clock(), 0
         self._loaded: Mapping[str, Any] | None = None
 
     # -- all ranks alike ----------------------------------------------------------------------------------------------
@@ -232,9 +232,10 @@ class GradientCompression:
     # -- statistics ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> GradientStats:
-        """What this rank's steps have cost and lost so far."""
+        """What this rank's steps have cost and lost, since the start or the last `load_state_dict`."""
         stats = self.counted
-        stats.steps, stats.busy_seconds, stats.exposed_seconds = self.step, self.clock.busy, self.clock.exposed
+        stats.steps = self.step - self._resumed_at
+        stats.busy_seconds, stats.exposed_seconds = self.clock.busy, self.clock.exposed
         if self.residuals is not None:
             self.residuals.measure(stats)
         return stats
@@ -279,6 +280,7 @@ class GradientCompression:
         if self._auto:
             self._use(codec, self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])
+        self.counted, self.clock, self._resumed_at = GradientStats(), Clock(), self.step
         self._loaded = dict(state)
         self._agreed = False  # on the step, for one
         if self.residuals is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from narrowcast import kernels
 from narrowcast.kernels import reference
 from narrowcast.kernels.contract import Kernel
+from narrowcast.kernels.cpu.reinstall import reinstall_command
 from narrowcast.kernels.cpu.spec import spec_of
 from narrowcast.kernels.layout import Grid, Recipe
 from narrowcast.kernels.windows import LONGEST, Window
@@ -194,11 +195,11 @@ def load(isa: str = "") -> tuple[Native | None, str]:
     if path is None:
         return None, (
             "its native core was not built when it was installed, because there was no C++ compiler. "
-            "Install one (g++ or clang++) and run: pip install --force-reinstall --no-deps narrowcast"
+            f"Install one (g++ or clang++) and run: {reinstall_command()}"
         )
     library = ctypes.CDLL(str(path))
     if library.nc_abi() != ABI:
-        return None, f"{path} was built for another version. Run: pip install --force-reinstall --no-deps narrowcast"
+        return None, f"{path} was built for another version. Run: {reinstall_command()}"
     library.nc_team.argtypes, library.nc_team.restype = (c_void_p,), None
     library.nc_team(_openmp())
     best = library.nc_best_isa()

@@ -35,6 +35,10 @@ OTHER_CODEC = (
 )
 
 
+EMPTY = "_empty_float"
+"""The name of a parameter without elements that `show_dtype` adds. No state dict has it."""
+
+
 class Held(NamedTuple):
     """What the rows of one parameter decode to, and what the float parameter is once they are decoded."""
 
@@ -93,6 +97,9 @@ class Encoded(nn.Module):
         """The float module, with the decoded weights; this one is left as it is. Biases are shared."""
         return self.conversion.dequantize_(copy_modules(self))
 
+    def _enter(self) -> None:
+        """Remove what only the float form needs; called when a float module has become an encoded one."""
+
     def _leave(self) -> None:
         """Remove what only the encoded form needs; called before a module becomes a float one again."""
 
@@ -105,6 +112,10 @@ class Encoded(nn.Module):
             self._float_dtype = dtype
         return self
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.pop(prefix + EMPTY, None)
+
     def get_extra_state(self) -> Tensor:
         return extra_state.pack({name: held.facts() for name, held in self._held.items()})
 
@@ -114,7 +125,8 @@ class Encoded(nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         check_rows(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        extra_state.not_missing(rest[2], prefix)
+        for key in (EMPTY, extra_state.KEY):
+            extra_state.not_missing(rest[2], prefix, key)
 
 
 EncodedModule = TypeVar("EncodedModule", bound=Encoded)
@@ -178,6 +190,7 @@ def become(module: nn.Module, target: type[Encoded], dtype: torch.dtype) -> None
     if not isinstance(module, Encoded):
         float_class, module.__class__ = type(module), target
         begin(module, float_class, dtype)  # type: ignore[arg-type]
+        module._enter()  # type: ignore[operator]
 
 
 def begin(module: Encoded, float_class: type[nn.Module], dtype: torch.dtype) -> None:
@@ -202,6 +215,7 @@ def restore(module: Encoded, decoded: dict[int, nn.Parameter]) -> None:
             weight = weight.t().contiguous() if held.transposed else weight
             decoded[id(rows)] = nn.Parameter(weight, requires_grad=held.trained)
         module._parameters[name] = decoded[id(rows)]
+    module._parameters.pop(EMPTY, None)
     module._leave()
     module.__class__ = module._float_class  # type: ignore[assignment]
     for name in ("_held", "_float_dtype", "_float_class"):

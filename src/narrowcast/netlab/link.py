@@ -22,6 +22,7 @@ MOST_FRAMES = 44
 QUEUE_SECONDS = 0.010
 
 RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)bit(?:/s)?", re.IGNORECASE)
+LOSS = re.compile(r"(\d+(?:\.\d+)?) ?%")
 DELAY = re.compile(r"(\d+(?:\.\d+)?) ?(us|ms|s)", re.IGNORECASE)
 PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -29,14 +30,17 @@ SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Link:
-    """`rate` in bits a second (None: as fast as the machine), `delay` in seconds, one way."""
+    """`rate` in bits a second (None: as fast as the machine), `delay` in seconds, one way, `loss` a probability."""
 
     rate: int | None = None
     delay: float = 0.0
+    loss: float = 0.0
 
     @property
     def frames(self) -> int:
-        """Frames that TCP may hand over as one packet."""
+        """Frames that TCP may hand over as one packet. What is lost is lost whole, so with loss it is one."""
+        if self.loss:
+            return 1
         if self.rate is None:
             return MOST_FRAMES
         # What is late by a millisecond anyway need not be as smooth, and a delay line has half the work.
@@ -55,7 +59,28 @@ class Link:
 
     def __str__(self) -> str:
         rate = "as fast as the machine" if self.rate is None else f"{short(self.rate)}bit/s each way"
-        return f"{rate}, {self.delay * 1e3:g} ms one way" if self.delay else rate
+        late = f", {self.delay * 1e3:g} ms one way" if self.delay else ""
+        return f"{rate}{late}{f', {self.loss:.3g} of packets lost' if self.loss else ''}"
+
+
+def parse_links(ranks: int, rate: str | None, delay: str | None, loss: str | None) -> list[Link]:
+    """The cable of each rank. `rate` and `delay` are one for all, or one for each rank with commas between."""
+    lost = parse_loss(loss) if loss else 0.0
+    rates = [parse_rate(text) for text in rate.split(",")] if rate else [None]
+    delays = [parse_delay(text) for text in delay.split(",")] if delay else [0.0]
+    for option, given in (("--rate", rates), ("--delay", delays)):
+        if len(given) not in (1, ranks):
+            raise NetlabError(
+                f"{option}: {len(given)} values for {ranks} ranks. Give one for all, or one for each rank, such as "
+                "--ranks 2 --rate 1gbit,100mbit."
+            )
+    pairs = zip(rates * (ranks // len(rates)), delays * (ranks // len(delays)), strict=True)
+    return [Link(*pair, lost) for pair in pairs]
+
+
+def pair_delay(one: Link, other: Link) -> float:
+    """Seconds from one rank to another: half of each cable's delay."""
+    return (one.delay + other.delay) / 2
 
 
 def short(bits: float) -> str:
@@ -86,3 +111,14 @@ def parse_delay(text: str) -> float:
             "Write, for example, --delay 1ms."
         )
     return delay
+
+
+def parse_loss(text: str) -> float:
+    match = LOSS.fullmatch(text.strip())
+    loss = float(match[1]) / 100 if match else -1.0
+    if not 0 <= loss <= 0.5:
+        raise NetlabError(
+            f"--loss {text!r}: the share of packets that are lost is a percentage, 50% at the most. Write, for "
+            "example, --loss 0.1%."
+        )
+    return loss

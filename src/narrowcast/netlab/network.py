@@ -28,8 +28,8 @@ from typing import Any
 from . import owners, permission, processes, shaping
 from .commands import run
 from .counters import INTERFACE, Counters
-from .errors import NetlabError
-from .link import Link, parse_delay, parse_rate
+from .errors import BrokenNetworkError, NetlabError
+from .link import parse_links
 
 MOST = 64  # a port has a queue for every sender, and 64 of each take a second to make
 DELAYERS = ("auto", "netem", "line")
@@ -48,6 +48,7 @@ _count = itertools.count()
 class Network:
     """Ranks on a switch. `delay_by`: netem (the kernel), line (user space) or auto, the first that there is.
 
+    `rate` and `delay` are one for all ranks, or one for each with commas between; `loss` is a percentage.
     `tcp`: how TCP shares a link (congestion control): cubic, reno, bbr; the machine's own unless given. `per_host`: so
     many ranks share a namespace, its cable and its address, and reach each other without the cable.
     """
@@ -58,6 +59,7 @@ class Network:
         rate: str | None = None,
         delay: str | None = None,
         *,
+        loss: str | None = None,
         delay_by: str = "auto",
         tcp: str | None = None,
         per_host: int = 1,
@@ -68,10 +70,11 @@ class Network:
             raise NetlabError(f"--per-host {per_host}: --ranks {ranks} is no multiple of it. Write --per-host 1.")
         if delay_by not in DELAYERS:
             raise NetlabError(f"--delay-by {delay_by!r}: it is one of {', '.join(DELAYERS)}.")
-        self.link = Link(parse_rate(rate) if rate else None, parse_delay(delay) if delay else 0.0)
-        self.delay_by = delay_by if self.link.delay else "nothing"
         self.ranks, self.per_host = ranks, per_host
         hosts = range(ranks // per_host)
+        self.links = parse_links(len(hosts), rate, delay, loss)
+        relayed = any(link.delay or link.loss for link in self.links)
+        self.delay_by = delay_by if relayed else "nothing"
         self.addresses = [f"10.77.0.{host + 1}" for host in hosts]
         self.swept: list[str] = []
         prefix = owners.prefix(next(_count))
@@ -132,7 +135,7 @@ class Network:
         others = [other for other in range(len(self.namespaces)) if other != rank]
         lines = [
             "link set lo up",
-            f"link set {INTERFACE} gso_max_segs {self.link.frames}",
+            f"link set {INTERFACE} gso_max_segs {min(link.frames for link in self.links)}",
             f"addr add {self.addresses[rank]}/24 dev {INTERFACE}",
             f"link set {INTERFACE} up",
             *(f"neigh add {self.addresses[i]} lladdr {mac(i)} dev {INTERFACE} nud permanent" for i in others),
@@ -156,12 +159,12 @@ class Network:
             self._start_line()
         lines: list[str] = []
         for rank in range(len(self.namespaces)):
-            lines += shaping.receiving(self.link, f"port{rank}", self.addresses, netem=self.delay_by == "netem")
+            lines += shaping.receiving(self.links, rank, self.addresses, netem=self.delay_by == "netem")
             lines += shaping.through_line(f"port{rank}") if self.delay_by == "line" else []
         if lines:
             run("tc", namespace=self.switch, lines=lines, hint=shaping.HINT)
-        for name in self.namespaces:
-            if lines := list(shaping.sending(self.link, INTERFACE)):
+        for name, link in zip(self.namespaces, self.links, strict=True):
+            if lines := list(shaping.sending(link, INTERFACE)):
                 run("tc", namespace=name, lines=lines, hint=shaping.HINT)
 
     def _has_netem(self) -> bool:
@@ -173,7 +176,8 @@ class Network:
         return True
 
     def _start_line(self) -> None:
-        command = [sys.executable, "-I", str(Path(__file__).with_name("line.py")), str(self.link.delay)]
+        figures = [self.links[0].loss, *(link.delay for link in self.links)]
+        command = [sys.executable, "-I", str(Path(__file__).with_name("line.py")), *map(str, figures)]
         self._line = processes.start(self.switch, command, os.environ, pipes=True)
         out, err = self._line.stdout, self._line.stderr
         assert out is not None
@@ -208,7 +212,9 @@ class Network:
     def check(self) -> None:
         """Raise if the network itself has stopped."""
         if self._line and self._line.poll() is not None:
-            raise NetlabError("the delay line ended, so no packet arrives any more. Was it killed, for memory perhaps?")
+            raise BrokenNetworkError(
+                "the delay line ended, so no packet arrives any more. Was it killed, for memory perhaps?"
+            )
 
     def counters(self) -> list[Counters]:
         """What passed each host's interface since the start; drops in the queues of its cable included."""

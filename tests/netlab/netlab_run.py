@@ -7,13 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from netlab import NetlabError, owners, permission
-
-ROOT = Path(__file__).parent.parent.parent
+from narrowcast.netlab import NetlabError, owners, permission
 
 try:
     permission.require()
@@ -48,11 +45,11 @@ else:
 
 
 def words(*given: str) -> list[str]:
-    return [sys.executable, str(ROOT / "bench" / "netlab"), *given]
+    return [sys.executable, "-m", "narrowcast.cli", "netlab", *given]
 
 
 def netlab(*given: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "bench"), "NO_COLOR": "1", "COLUMNS": "200"}
+    env = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200"}
     return subprocess.run(words(*given), capture_output=True, text=True, timeout=100, env=env)
 
 

@@ -14,13 +14,14 @@ from .network import Network
 from .supervise import Ended, described
 
 MADE_BY = {
-    "netem": "delayed by the kernel's netem",
-    "line": "delayed by a line in user space",
+    "netem": "by the kernel's netem",
+    "line": "by a line in user space",
 }
 
 
 def headline(network: Network) -> str:
-    how = [str(network.link), *([MADE_BY[network.delay_by]] if network.link.delay else [])]
+    made_by = [MADE_BY[network.delay_by]] if network.delay_by in MADE_BY else []
+    how = [" | ".join(dict.fromkeys(map(str, network.links))), *made_by]
     count = network.ranks
     shared = f", {network.per_host} on each host" if network.per_host > 1 else ""
     return f"{count} rank{'s' if count > 1 else ''}{shared}, {', '.join(how)}, TCP {network.tcp or tcp.current()}"
@@ -39,13 +40,19 @@ def summary(network: Network, counters: list[Counters], ended: Mapping[int, Ende
     return {
         "ranks": len(rows),
         "per_host": network.per_host,
-        "rate_bits_per_second": network.link.rate,
-        "delay_seconds": network.link.delay,
+        "rate_bits_per_second": _one([link.rate for link in network.links]),
+        "delay_seconds": _one([link.delay for link in network.links]),
+        "loss": network.links[0].loss,
         "delay_by": network.delay_by,
         "tcp": network.tcp or tcp.current(),
         "exit_code": code,
         "per_rank": rows,
     }
+
+
+def _one(values: list[Any]) -> Any:
+    """The value that all ranks have, or the list of them."""
+    return values[0] if len(set(values)) == 1 else values
 
 
 def table(results: Mapping[str, Any]) -> Table:

@@ -12,8 +12,8 @@ import time
 import pytest
 from netlab_run import PINGS, alive, left_by, lines, netlab, networked, python, wait_for, words
 
-from netlab import NetlabError, Network, commands, owners, permission
-from netlab.link import parse_delay, parse_rate
+from narrowcast.netlab import NetlabError, Network, commands, owners, permission
+from narrowcast.netlab.link import parse_delay, parse_rate
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -187,7 +187,7 @@ def test_an_exception_inside_leaves_nothing() -> None:
 @networked
 def test_a_set_up_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     network = Network(2, rate=RATE)
-    monkeypatch.setattr("netlab.shaping.sending", lambda link, interface: ["qdisc add dev nowhere root tbf"])
+    monkeypatch.setattr("narrowcast.netlab.shaping.sending", lambda link, interface: ["qdisc add dev nowhere root tbf"])
     with pytest.raises(NetlabError, match=r"`tc qdisc add dev nowhere root tbf` failed"), network:
         pass
     assert not set(network.namespaces) & set(owners.names())
@@ -234,14 +234,21 @@ def test_without_iproute2_it_says_which_package_to_install(monkeypatch: pytest.M
         (["--ranks", "0", "--", "true"], "--ranks 0: there can be 1 to 64"),
         (["--only", "2", "--", "true"], "--only 2: with --ranks 2, ranks are 0 to 1"),
         (["--delay-by", "magic", "--", "true"], "one of auto, netem, line"),
-        (["--json", "/nowhere/run.json", "--", "true"], "there is no folder /nowhere"),
+        (["--json", "/nowhere/run.json", "--", "true"], "cannot write to the folder '/nowhere'"),
         (["--", "no-such-command"], "there is no command 'no-such-command'"),
-        (["--rnaks", "4", "--", "true"], "--ranks"),
+        (["--rnaks", "4", "--", "true"], "--rnaks"),
+        (["--ranks", "3", "--rate", "1gbit,2gbit", "--", "true"], "--rate: 2 values for 3 ranks"),
+        (["--delay", "1ms,2ms,3ms", "--", "true"], "--delay: 3 values for 2 ranks"),
+        (["--rate", "1gbit,", "--", "true"], "--rate '': a rate is a number"),
+        (["--loss", "1", "--", "true"], "for example, --loss 0.1%"),
+        (["--loss", "80%", "--", "true"], "50% at the most"),
     ],
 )
 def test_a_wrong_argument_is_named_with_what_to_write(given: list[str], said: str) -> None:
     done = netlab(*given)
     assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from netlab_run import PINGS, lines, netlab, networked, python
 
-from netlab import tcp
-from netlab.link import FRAME, PAYLOAD, Link, parse_rate
+from narrowcast.netlab import tcp
+from narrowcast.netlab.link import FRAME, PAYLOAD, Link, parse_rate
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -46,7 +48,7 @@ print(json.dumps({"rank": rank, "began": began, "ended": ended}))
 
 REDUCE = """
 import torch, torch.distributed as dist
-from netlab import read
+from narrowcast.netlab import read
 before = read()
 dist.init_process_group("gloo")
 x = torch.full((1_000_000,), float(dist.get_rank() + 1))
@@ -147,3 +149,63 @@ def test_benchmarks_take_the_tcp_that_the_machine_allows_and_say_so(
     (tmp_path / "tcp_allowed_congestion_control").write_text("reno bbr\n")
     assert tcp.choose() == "bbr"
     assert "may not use TCP cubic: taking bbr" in capsys.readouterr().err
+
+
+# -- a rate and a delay for each rank, and loss -----------------------------------------------------------------------
+
+
+@networked
+def test_each_rank_may_have_a_rate_of_its_own(tmp_path: Path) -> None:
+    rates = ("200mbit", "200mbit", "50mbit")
+    sent = 5_000_000
+    for receiver, rate in ((1, "200mbit"), (2, "50mbit")):
+        script = python(STREAMS, json.dumps({0: [receiver]}), json.dumps({receiver: [0]}), str(sent))
+        shown = lines(netlab("-n", "3", "--rate", ",".join(rates), "--json", str(tmp_path / "x.json"), "--", *script))
+        rows = {row["rank"]: row for row in (json.loads(line.partition(" ")[2]) for line in shown)}
+        seconds = rows[receiver]["ended"][0] - rows[0]["began"]
+        limit = sent * FRAME / PAYLOAD * 8 / parse_rate(rate)
+        # A burst may pass at once; a busy machine is late.
+        assert 0.9 * limit < seconds < 1.5 * limit + 0.3
+    summary = json.loads((tmp_path / "x.json").read_text())
+    assert summary["rate_bits_per_second"] == [200_000_000, 200_000_000, 50_000_000]
+
+
+@networked
+def test_a_packet_waits_half_of_both_delays() -> None:
+    (shown,) = lines(netlab("--ranks", "2", "--delay", "4ms,30ms", "--", *python(PINGS)))
+    assert 0.034 <= float(shown.split()[1]) < 0.060
+
+
+@networked
+def test_loss_drops_its_share_of_packets_and_tcp_still_delivers() -> None:
+    script = """
+import os, socket, time
+if os.environ["RANK"] == "0":
+    time.sleep(0.5)
+    out = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    for number in range(2000):
+        out.sendto(b"x", ("rank1", 5000))
+        time.sleep(0.0002)
+else:
+    own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    own.bind(("", 5000))
+    own.settimeout(5)
+    count = 0
+    try:
+        while True:
+            own.recv(10)
+            count += 1
+            own.settimeout(1)
+    except TimeoutError:
+        print(count)
+"""
+    (shown,) = lines(netlab("--ranks", "2", "--loss", "20%", "--", *python(script)))
+    assert abs(int(shown.split()[1]) - 1600) < 5 * (2000 * 0.2 * 0.8) ** 0.5  # five deviations of the binomial
+    script = python(STREAMS, json.dumps({0: [1]}), json.dumps({1: [0]}), "200000")
+    assert len(lines(netlab("--ranks", "2", "--loss", "2%", "--", *script))) == 2
+
+
+def test_the_folder_of_benchmarks_runs_it_too() -> None:
+    script = Path(__file__).parents[2] / "bench" / "netlab"
+    done = subprocess.run([sys.executable, script, "--rate", "1gbps", "--", "true"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr[:14]) == (2, "error: --rate ")
