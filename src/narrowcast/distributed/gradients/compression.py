@@ -229,8 +229,6 @@ class GradientCompression:
         """Why the last step failed, if it did: what backward() raised."""
         return self._outcome.error
 
-    # -- statistics ----------------------------------------------------------------------------------------------------
-
     def stats(self) -> GradientStats:
         """What this rank's steps have cost and lost, since the start or the last `load_state_dict`."""
         stats = self.counted
