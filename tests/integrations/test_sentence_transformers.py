@@ -62,6 +62,19 @@ def test_the_folders_of_modules_are_copied_whole_and_other_weights_are_not(folde
     assert not (folder / "onnx").exists()
 
 
+def test_a_target_inside_of_the_source_is_not_copied_into_itself(tmp_path: Path) -> None:
+    nc.save({"a.weight": torch.ones(8, 64)}, tmp_path / "source")
+    (tmp_path / "source" / "notes").mkdir()
+    (tmp_path / "source" / "notes" / "a.txt").write_text("kept")
+    (tmp_path / "source" / "notes" / ".hidden.txt").write_text("not")
+    conversion = open_conversion(tmp_path / "source", tmp_path / "source" / "int8", "int8")
+    conversion.prepare(overwrite=False)
+    conversion.convert(conversion.parts[0])
+    conversion.finish()
+    found = sorted(str(path.relative_to(conversion.target)) for path in conversion.target.rglob("*"))
+    assert found == ["model.safetensors", "notes", "notes/a.txt"]
+
+
 def test_the_first_parameter_of_a_loaded_model_has_the_dtype_of_its_floats(folder: Path) -> None:
     model = AutoModel.from_pretrained(folder)
     assert isinstance(model.embeddings.word_embeddings, nc.nn.Embedding)

@@ -22,16 +22,19 @@ _COPIED = {".json", ".txt", ".model", ".jinja", ".md", ".py", ".tiktoken", ".yam
 _NAMES = {"LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "README"}
 
 
-def companions(source: Path) -> tuple[list[str], list[str]]:
-    """The files of a folder that are copied, and those that are not, or their folders: as paths inside the folder."""
+def companions(source: Path, target: Path | None = None) -> tuple[list[str], list[str]]:
+    """The files of a folder that are copied, and those that are not, or their folders: as paths inside the folder.
+
+    `target` is where they go. A sub-folder that holds it is left out.
+    """
     taken: list[str] = []
     left: list[str] = []
     modules = _module_folders(source)
     for path in sorted(source.iterdir()) if source.is_dir() else ():
-        if path.name.startswith("."):
+        if path.name.startswith(".") or (target and target.resolve().is_relative_to(path.resolve())):
             continue
         if path.is_dir():
-            inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
+            inside = [file for file in sorted(path.rglob("[!.]*")) if file.is_file()]
             chosen = inside if path.name in modules else [file for file in inside if _goes(file)]
             taken += [file.relative_to(source).as_posix() for file in chosen]
             left += [file.relative_to(source).as_posix() for file in inside if file not in chosen] if chosen else []

@@ -170,7 +170,8 @@ class Conversion:
                 files = {name: part.entries for name, part in zip(names, self.parts, strict=True)}
                 headers = {name: File(self.target / name).digest for name in names}
                 publish_index(self.target, files, headers, only_shards=False)
-        copy_companions(self.source.path, self.target, companions(self.source.path)[0], self.quantization())
+        copied, _ = companions(self.source.path, self.target)
+        copy_companions(self.source.path, self.target, copied, self.quantization())
         (self.target / NOTE).unlink()
 
     def quantization(self) -> dict[str, Any]:
@@ -184,7 +185,7 @@ class Conversion:
         stored = self.source.stored
         after = {entry.name: entry.stored.nbytes for part in self.parts for entry in part.entries}
         encoded = [name for name, choice in self.choices.items() if choice.codec]
-        taken, left = companions(self.source.path)
+        taken, left = companions(self.source.path, self.target)
         return {
             "quantized": len(encoded),
             "copied": len(stored) - len(encoded),
