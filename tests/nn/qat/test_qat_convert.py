@@ -12,7 +12,7 @@ from product_bound import assert_close_to_product
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.errors import CalibrationError, QuantizeError
+from narrowcast.errors import CalibrationError, QuantizeError, ShapeError
 from narrowcast.kernels.windows import from_words
 from narrowcast.nn.qat.integer import IntegerConv1d, IntegerConv2d, IntegerLinear
 
@@ -181,6 +181,21 @@ def exact_magnitude(layer: nn.Module, levels: Tensor, integers: Tensor, kind: st
     if kind == "linear":
         return levels.abs() @ integers.abs().T
     return exact_sums(layer, levels.abs(), integers.abs())
+
+
+def test_integer_convolutions_refuse_what_they_cannot_convolve_and_run_under_vmap() -> None:
+    x = torch.rand(3, 4, 9, 9)
+    layer = trained(nn.Conv2d(4, 5, 3, 2, dilation=2), x, "apot4", "apot4")
+    nc.convert_(layer)
+    for wrong in (x[:, :3], x[0, 0], x[:, :, :4], x[:, :, :, :2]):
+        with pytest.raises(ShapeError, match=r"^input: "):
+            layer(wrong)
+    assert torch.equal(torch.func.vmap(layer)(x), layer(x))
+    assert torch.equal(layer(x.to(memory_format=torch.channels_last)), layer(x))
+    assert layer(x[:0]).shape == (0, 5, 3, 3)
+    unknown = x.clone()
+    unknown[1, 2, 8, 8] = torch.nan
+    assert layer(unknown).isnan().nonzero()[:, [0, 2, 3]].unique(dim=0).tolist() == [[1, 2, 2]]
 
 
 @pytest.mark.parametrize("pair", [("nf4", "nf4"), ("apot4", "apot6"), ("fp8_e4m3", "int8")])

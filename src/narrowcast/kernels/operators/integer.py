@@ -21,6 +21,7 @@ from torch import Tensor
 from narrowcast.errors import DtypeError, ShapeError
 from narrowcast.kernels.layout import Grid
 from narrowcast.kernels.operators.declare import declare, schema_of
+from narrowcast.kernels.operators.derivatives import batched
 from narrowcast.kernels.operators.dispatch import kernel_for, unwatched
 from narrowcast.kernels.windows import Window
 
@@ -122,4 +123,10 @@ def _new_image(
     return torch.empty(x.shape[0], weight.shape[0], *size, dtype=torch.float32, device=x.device)
 
 
+def _batch_of_images(x: Tensor, *rest: object) -> Tensor:
+    out: Tensor = torch.ops.narrowcast.integer_conv(x.flatten(0, 1), *rest)
+    return out.view(*x.shape[:2], *out.shape[1:])
+
+
 declare("integer_conv", schema_of(_convolve), _convolve, _new_image)
+batched("integer_conv", _batch_of_images)

@@ -228,6 +228,10 @@ class _IntegerConv(IntegerLayer, Convolution):
         image = image if spatial == 2 else image.unsqueeze(2)
         steps = (*_planar(self.stride), *_planar(self.dilation))
         window = Window._make((*steps, *around, *[0] * (4 - len(around)), self.groups))
+        if min(window.outputs(image.shape[2], image.shape[3], self.weight_integers.shape[2:4])) < 1:
+            raise ShapeError(
+                f"input: {list(x.shape)} is smaller, with its padding, than the kernel {self.kernel_size}."
+            )
         quantizer, scale = self.input_quantizer, self.input_scale()
         factor, bias = scale * self.weight_scales, None if bias is None else bias.float()
         out = integer_conv(image.contiguous(), scale, quantizer.grid, self.weight_integers, factor, bias, window)
