@@ -22,7 +22,7 @@ def launched(rank: int, hosts: int, local: int) -> None:
 
 
 def in_phase(phase: int, action: faults.Action) -> None:
-    """Do `action` as the next collective but so many begins to encode: the phases of a sum are one each."""
+    """Do `action` once ranks have agreed in the collective that is so many ahead: the phases of a sum are one each."""
     left = [phase]
     plain = Group.carry
 
@@ -30,7 +30,7 @@ def in_phase(phase: int, action: faults.Action) -> None:
         left[0] -= 1
         if left[0] == 0:
             Group.carry = plain  # type: ignore[method-assign]
-            faults.at("encoding", action)
+            faults.at("after headers", action)
         return plain(self, *args)
 
     Group.carry = carry  # type: ignore[assignment,method-assign]

@@ -131,7 +131,7 @@ def test_a_rank_that_raises_in_any_phase_is_known_to_its_host_and_mostly_to_all(
         assert found[1][turn][0] == "MemoryError"
         for rank in (0, 2, 3):
             kind, text, _ = found[rank][turn]
-            if phase != "gathering" or rank == 0:  # the other host has its sum by then, or will
+            if phase != "gathering" or (rank == 0 and numel > 600):  # the others have their sum by then, or will
                 assert kind == "CollectiveError", (phase, rank, text)
                 assert "rank 1 failed in it: MemoryError" in text
         assert all(found[rank][turn][2] for rank in range(4)), phase
