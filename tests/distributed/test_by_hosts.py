@@ -117,7 +117,7 @@ def _raising(rank: int, numel: int) -> list[tuple[str, str, bool]]:
     for first in (True, False):  # the first call of all asks for hosts, and fails there or after
         for phase in PHASES.values():
             if rank == 1:
-                in_phase(phase + first, faults.run_out_of_memory)
+                in_phase(phase + first, faults.run_out_of_memory, "after headers")
             error, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(numel)))
             found.append((type(error).__name__, str(error), _right(rank)))
             first = False
@@ -160,7 +160,7 @@ def _killed(rank: int, phase: int) -> list[tuple[str, float]]:
     launched(rank, 2, 2)
     assert _right(rank)
     if rank == 3:
-        in_phase(phase, faults.die)
+        in_phase(phase, faults.die, "after headers")
     found = []
     for _ in range(2):
         error, seconds = faults.error_of(lambda: ncd.all_reduce(torch.ones(faults.NUMEL)))
