@@ -21,8 +21,8 @@ def launched(rank: int, hosts: int, local: int) -> None:
     os.environ.update({name: str(value) for name, value in named.items()})
 
 
-def in_phase(phase: int, action: faults.Action) -> None:
-    """Do `action` as the next collective but so many begins to encode: the phases of a sum are one each."""
+def in_phase(phase: int, action: faults.Action, place: str = "encoding") -> None:
+    """Do `action` at a place of the collective that is so many ahead: the phases of a sum are one each."""
     left = [phase]
     plain = Group.carry
 
@@ -30,7 +30,7 @@ def in_phase(phase: int, action: faults.Action) -> None:
         left[0] -= 1
         if left[0] == 0:
             Group.carry = plain  # type: ignore[method-assign]
-            faults.at("encoding", action)
+            faults.at(place, action)
         return plain(self, *args)
 
     Group.carry = carry  # type: ignore[assignment,method-assign]

@@ -117,7 +117,7 @@ def _raising(rank: int, numel: int) -> list[tuple[str, str, bool]]:
     for first in (True, False):  # the first call of all asks for hosts, and fails there or after
         for phase in PHASES.values():
             if rank == 1:
-                in_phase(phase + first, faults.run_out_of_memory)
+                in_phase(phase + first, faults.run_out_of_memory, "after headers")
             error, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(numel)))
             found.append((type(error).__name__, str(error), _right(rank)))
             first = False
@@ -131,7 +131,7 @@ def test_a_rank_that_raises_in_any_phase_is_known_to_its_host_and_mostly_to_all(
         assert found[1][turn][0] == "MemoryError"
         for rank in (0, 2, 3):
             kind, text, _ = found[rank][turn]
-            if phase != "gathering" or rank == 0:  # the other host has its sum by then, or will
+            if phase != "gathering" or (rank == 0 and numel > 600):  # the others have their sum by then, or will
                 assert kind == "CollectiveError", (phase, rank, text)
                 assert "rank 1 failed in it: MemoryError" in text
         assert all(found[rank][turn][2] for rank in range(4)), phase
@@ -160,7 +160,7 @@ def _killed(rank: int, phase: int) -> list[tuple[str, float]]:
     launched(rank, 2, 2)
     assert _right(rank)
     if rank == 3:
-        in_phase(phase, faults.die)
+        in_phase(phase, faults.die, "after headers")
     found = []
     for _ in range(2):
         error, seconds = faults.error_of(lambda: ncd.all_reduce(torch.ones(faults.NUMEL)))

@@ -59,9 +59,11 @@ def ddp() -> Names:
 
 
 def fsdp() -> Names:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    return {"model": Blocks(), "loader": [batch()], "fully_shard": fully_shard}
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    return {"model": Blocks(), "loader": [batch()], "fully_shard": fully_shard, "mesh": mesh}
 
 
 def trained(names: Names) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from narrowcast.codecs import Codec
 from narrowcast.distributed.collective import Collective
-from narrowcast.distributed.encoder import derive_seed
+from narrowcast.distributed.encoder import derive_seed, lossless
 from narrowcast.distributed.protocols import one_way, two_stage
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.group import Group
@@ -28,6 +28,9 @@ from narrowcast.distributed.transport.hosts import Hosts
 from narrowcast.distributed.transport.lane import Lane, accepted
 from narrowcast.distributed.transport.work import Work
 from narrowcast.kernels.reference import casts
+
+EXACT = {dtype: lossless(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+"""Codecs whose rows are the elements as they are in memory."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ def _phases(
 
     def reduce_within(collective: Collective) -> None:
         if collective.size > 1:
-            two_stage.reduce_scatter(collective, parts, mine, 1)
+            two_stage.reduce_scatter(collective, parts, mine, 1, in_chunks=near in EXACT.values())
         else:
             mine.copy_(casts.to_float32(parts[0]))
 
@@ -121,7 +124,11 @@ def _phases(
         part.copy_(casts.cast_output(mine, part.dtype))
 
     def gather_within(collective: Collective) -> None:
-        if collective.size > 1:
+        as_is = near == EXACT.get(part.dtype)
+        if collective.size > 1 and as_is and near.row_bytes(len(parts[0])) > collective.wire.eager:
+            collective.agree()
+            collective.share([each.view(torch.uint8) for each in parts])
+        elif collective.size > 1:
             rows = [each[None] for each in parts]
             one_way.all_gather(collective, rows, rows[collective.rank])
 
