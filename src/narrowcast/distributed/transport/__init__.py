@@ -8,4 +8,5 @@ agreement     what ranks must agree on before rows move
 lane, work    what runs in order, off the caller's thread; what an asynchronous call returns
 buffers       memory that is used again
 gloo_connections, gloo_messages   all that calls gloo, and the behaviours of gloo that it leans on
+nccl_guard    what NCCL has under way, looked after
 """

@@ -1,6 +1,7 @@
 """Triton on CUDA; loaded on first use, so that importing narrowcast never imports Triton.
 
-    launch         which kernel runs on which grid: the interface of `contract.Kernel`
+    launch         the interface of `contract.Kernel`
+    rows           which kernel runs on which grid, for rows of a codec; repeat: launches that were made before
     arguments      what kernels are told; groups: what they are compiled for
     cuts           how a row is cut into tiles, and of what size
     kernels        encode, decode and sums; tiles: between memory and registers
