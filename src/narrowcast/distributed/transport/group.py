@@ -148,6 +148,8 @@ class Group:
             error, number = wire.trouble, self.connections.calls.get(self._tag, 0)
             here, there = self.ranks[self.rank], self.ranks[error.peer]
             failure = Failure(error.kind, there, here, number, op, str(error), self._tag)
+            with contextlib.suppress(ValueError):  # it gave no reason
+                failure = Failure.from_bytes(wire.last_words(error.peer))
             raise failure.error(op, self.connections.timeout) from error
 
     def _next_number(self) -> int:
