@@ -10,6 +10,7 @@ layout.py         where gradients lie in chunks
 feedback.py       error feedback of one chunk; residuals.py: from step to step; outcome.py: whether a step counts
 gather.py         rows of every rank to all ranks: FSDP2's parameters, and averages within a host
 options.py        arguments; parameters.py: names and exemptions; state.py: state dicts; stats.py: what is counted
+redistribution.py residuals on another number of ranks
 """
 
 from narrowcast.distributed.gradients.compress import compress_gradients

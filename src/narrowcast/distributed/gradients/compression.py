@@ -10,8 +10,7 @@ gradients are spread over buckets; `state_dict` holds all that the next step dep
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from narrowcast.distributed.gradients.options import (
 )
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.parameters import Parameters
+from narrowcast.distributed.gradients.redistribution import Redistribution, for_other_ranks, without_residuals
 from narrowcast.distributed.gradients.reduction import Bucket, Reduction
 from narrowcast.distributed.gradients.residuals import Holder, Residuals, holder_among
 from narrowcast.distributed.gradients.stats import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log
@@ -251,26 +251,19 @@ class GradientCompression:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step of this rank depends on: numbers, strings and tensors. Every rank has its own."""
-        residuals = self.residuals
-        if residuals is not None:
-            residuals.settle_if_complete()
-        named = {} if residuals is None else residuals.by_name()
-        holder = Holder(0, 0) if residuals is None else residuals.holder
         if self._loaded is not None:  # no step since
             return {**self._loaded, "step": self.step}
-        return {
-            "version": saved.VERSION,
-            "step": self.step,
-            "seed": self._seed,
-            "codec": None if self.codec is None else self.codec.spec,
-            "error_feedback": self.error_feedback,
-            **asdict(holder),
-            "sender": {name: sender for name, (sender, _) in named.items() if sender is not None},
-            "owner": {name: owner for name, (_, owner) in named.items() if owner is not None},
-        }
+        return saved.taken(self.step, self._seed, self.codec, self.error_feedback, self.residuals)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken: by the same rank of as many, with the same parameters."""
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], residuals: Redistribution | None = None
+    ) -> None:
+        """Go on where `state_dict` was taken: by the same rank of as many, with the same parameters.
+
+        On other ranks, `residuals` says what becomes of them: "redistribute", with the states of all ranks that saved
+        as a list, or "drop", with one of them.
+        """
+        state = for_other_ranks(state, residuals, self.make_residuals is Residuals)
         saved.check(state)
         codec = saved.codec_of(state) if self._auto else self.codec  # what was chosen then
         numels = self.parameters.numels | self.parameters.shares if self.parameters.named else None
@@ -293,7 +286,7 @@ class GradientCompression:
         if self.residuals is not None:
             self.residuals.load({})
         if self._loaded is not None:
-            self._loaded = {**self._loaded, "sender": {}, "owner": {}}
+            self._loaded = without_residuals(self._loaded)
 
     def _take_residuals(self, state: Mapping[str, Any]) -> None:
         saved.load_residuals(self.residuals, state)

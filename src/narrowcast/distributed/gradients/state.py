@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from torch import Tensor
@@ -12,11 +12,29 @@ from narrowcast.codecs import Codec
 from narrowcast.codecs.registry import codec_in_file
 from narrowcast.distributed.gradients.layout import sections_of
 from narrowcast.distributed.gradients.options import Mode, for_gradients
+from narrowcast.distributed.gradients.redistribution import redistributed
 from narrowcast.distributed.gradients.residuals import Holder, Residuals
 from narrowcast.errors import StateDictError
 
 VERSION = 1
 KEYS = {"version", "step", "seed", "codec", "error_feedback", "ranks", "rank", "sender", "owner"}
+
+
+def taken(step: int, seed: int, codec: Codec | None, mode: Mode, residuals: Residuals | None) -> dict[str, Any]:
+    """The state of a rank with these residuals."""
+    if residuals is not None:
+        residuals.settle_if_complete()
+    named = {} if residuals is None else residuals.by_name()
+    return {
+        "version": VERSION,
+        "step": step,
+        "seed": seed,
+        "codec": None if codec is None else codec.spec,
+        "error_feedback": mode,
+        **asdict(Holder(0, 0) if residuals is None else residuals.holder),
+        "sender": {name: sender for name, (sender, _) in named.items() if sender is not None},
+        "owner": {name: owner for name, (_, owner) in named.items() if owner is not None},
+    }
 
 
 def check(state: Mapping[str, Any]) -> None:
@@ -26,6 +44,8 @@ def check(state: Mapping[str, Any]) -> None:
             "state: this is not what GradientCompression.state_dict() returns; it lacks "
             f"{sorted(KEYS - set(state)) if isinstance(state, Mapping) else 'everything'}."
         )
+    for each in state.get("everyone", ()):
+        check(each)
     if state["version"] != VERSION:
         raise StateDictError(f"state: version {state['version']!r}, and this narrowcast knows {VERSION}. Update it.")
     for name, residual in (*state["sender"].items(), *state["owner"].items()):
@@ -41,6 +61,8 @@ def check_fits(
     state: Mapping[str, Any], mode: Mode, residuals: Residuals | None, numels: Mapping[str, int] | None
 ) -> None:
     """Raise unless it is of this rank of as many, with the same feedback, and of a model with the same parameters."""
+    for each in state.get("everyone", ()):
+        check_fits(each, mode, None, numels)
     check_world(residuals, state)
     if (state["sender"] or state["owner"]) and state["error_feedback"] != mode:
         raise StateDictError(
@@ -101,13 +123,15 @@ def check_holder(here: Holder, state: Mapping[str, Any]) -> None:
     )
     raise StateDictError(
         f"state: taken by {there}, loaded by {here}. {hosts}Residuals belong to a rank: load on each rank what that "
-        "rank saved, on as many ranks. To start without residuals, load "
-        '{**state, "sender": {}, "owner": {}, "ranks": 0, "rank": 0}.'
+        "rank saved, on as many ranks. On others, load_state_dict(states of all ranks, "
+        'residuals="redistribute") re-deals them, and load_state_dict(state, residuals="drop") starts without.'
     )
 
 
 def load_residuals(residuals: Residuals | None, state: Mapping[str, Any]) -> None:
-    """Go on with the residuals of a state: of the same rank of as many."""
+    """Go on with the residuals of a state: of the same rank of as many, or of all ranks."""
+    if residuals is not None and "everyone" in state:
+        state = redistributed(state["everyone"], residuals.holder)
     check_world(residuals, state)
     if residuals is not None:
         names = {*state["sender"], *state["owner"]}
