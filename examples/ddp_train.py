@@ -1,18 +1,22 @@
 """A byte-level GPT learns Python from the standard library's source, with gradients sent in a few bits.
 
     torchrun --nproc-per-node 4 examples/ddp_train.py [--codec int4] [--steps 200] [--folder run]
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/ddp_train.py --folder run   # goes on when a rank is killed
     python examples/ddp_train.py        # the same with one process, which sends nothing
 
-`--codec` takes any codec, "auto" to let narrowcast measure the link and choose, or "none". With `--folder`, a later
-call with more `--steps` resumes where this one stopped, bit for bit: the first rank saves the model and the optimizer,
-and every rank its residuals.
+`--codec` takes any codec, "auto" to let narrowcast measure the link and choose, or "none". With `--folder`, there is a
+checkpoint every `--save-every` steps and at the end: the first rank saves the model and the optimizer, and every rank
+its residuals. The next call, or the ranks that torchrun starts again, resume from the last one, bit for bit on as many
+ranks. On another number of ranks residuals are re-dealt.
 """
 
 import argparse
 import itertools
 import os
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +38,45 @@ def join() -> torch.device:
     return device
 
 
+def save(folder: Path, step: int, model: Any, optimizer: Any, compression: nc.GradientCompression) -> None:
+    """Write a checkpoint of all ranks. It counts from when `latest` names it: a rank may die in the middle."""
+    place = folder / f"step_{step}"
+    place.mkdir(parents=True, exist_ok=True)
+    torch.save(compression.state_dict(), place / f"gradients_{dist.get_rank()}.pt")
+    if dist.get_rank() == 0:
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        torch.save(saved | {"ranks": dist.get_world_size()}, place / "model.pt")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "next").write_text(place.name)
+        (folder / "next").replace(folder / "latest")
+        for old in folder.glob("step_*"):
+            if old != place:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def resume(folder: Path, model: Any, optimizer: Any, compression: nc.GradientCompression) -> int:
+    """Load the last checkpoint, if there is one; the step after which it was taken."""
+    if not (folder / "latest").exists():
+        return 0
+    place, rank = folder / (folder / "latest").read_text(), dist.get_rank()
+    saved = torch.load(place / "model.pt", map_location="cpu", weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    states = [place / f"gradients_{each}.pt" for each in range(saved["ranks"])]
+    if saved["ranks"] == dist.get_world_size():
+        compression.load_state_dict(torch.load(states[rank], weights_only=True))
+    elif saved["ranks"] == 1:  # which had nothing to send, and so no residuals
+        compression.load_state_dict(torch.load(states[0], weights_only=True), residuals="drop")
+    else:
+        everyone = [torch.load(state, weights_only=True) for state in states]
+        how = "redistribute" if everyone[0]["ranks"] else "drop"  # none, where nothing has been compressed yet
+        compression.load_state_dict(everyone, residuals=how)
+    if rank == 0:
+        print(f"resumed after step {saved['step']}")
+    return int(saved["step"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codec", default="int4")
@@ -44,6 +87,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="of each rank")
     parser.add_argument("--every", type=int, default=20, help="steps between two lines")
     parser.add_argument("--folder", type=Path, help="for checkpoints")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between two checkpoints")
     options = parser.parse_args()
     device = join()
     rank = dist.get_rank()
@@ -53,16 +97,8 @@ def main() -> None:
     compression = nc.compress_gradients(model, codec, warmup_steps=options.warmup)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 
-    first = 0
-    if options.folder and (options.folder / "model.pt").exists():
-        saved = torch.load(options.folder / "model.pt", map_location=device, weights_only=True)
-        model.module.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        compression.load_state_dict(torch.load(options.folder / f"gradients_{rank}.pt", weights_only=True))
-        first = saved["step"]
-        if rank == 0:
-            print(f"resumed after step {first}")
-
+    parts = model.module, optimizer, compression
+    first = resume(options.folder, *parts) if options.folder else 0
     data = batches(stdlib_text(), model.module.config.context, options.batch, seed=0, rank=rank)
     start = time.perf_counter()
     for step, (inputs, targets) in enumerate(itertools.islice(data, first, options.steps), first + 1):
@@ -71,14 +107,10 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0 and (step % options.every == 0 or step == options.steps):
-            print(f"step {step:5d}   loss {loss.item():.4f}   {time.perf_counter() - start:6.1f} s")
+            print(f"step {step:5d}   loss {loss.item():.4f}   {time.perf_counter() - start:6.1f} s", flush=True)
+        if options.folder and (step % options.save_every == 0 or step == options.steps):
+            save(options.folder, step, *parts)
 
-    if options.folder:
-        options.folder.mkdir(parents=True, exist_ok=True)
-        torch.save(compression.state_dict(), options.folder / f"gradients_{rank}.pt")
-        if rank == 0:
-            saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": options.steps}
-            torch.save(saved, options.folder / "model.pt")
     if rank == 0:
         stats = compression.stats()
         sent, plain = stats.sent_bytes / 1e6, stats.plain_bytes / 1e6

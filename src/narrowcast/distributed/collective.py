@@ -83,7 +83,8 @@ class Collective:
             with torch.no_grad():
                 self.group.carry(self.name, self._attempt)
         finally:
-            self.group.buffers.trim()
+            if self.group.buffers.trim():
+                self.group.prepared.clear()  # it would keep them
 
     def _attempt(self, wire: Wire, number: int) -> None:
         meter = Meter(self.name, self._plain_bytes)

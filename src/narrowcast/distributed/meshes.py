@@ -27,6 +27,7 @@ from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.stats import span
 from narrowcast.distributed.transport import hosts
 from narrowcast.distributed.transport.agreement import Call
+from narrowcast.distributed.transport.failures import attempt
 from narrowcast.distributed.transport.group import Group, group_for, subset_for
 from narrowcast.distributed.transport.hosts import Hosts
 from narrowcast.distributed.transport.work import Work
@@ -45,7 +46,7 @@ def find_hosts(members: dist.ProcessGroup, group: Group) -> None:
         lines: list[str] = []
 
         def protocol(collective: Collective) -> None:
-            store: Any = dist.PrefixStore("narrowcast/hosts", c10d._get_process_group_store(members))
+            store: Any = dist.PrefixStore(f"narrowcast/{attempt()}/hosts", c10d._get_process_group_store(members))
             store.set(str(collective.rank), hosts.mine())
             collective.agree()  # now everyone has written
             lines[:] = [line.decode() for line in store.multi_get([str(rank) for rank in range(collective.size)])]

@@ -138,7 +138,7 @@ class GradientCompression:
 
     def meet(self, group: Group, dtype: torch.dtype, also: str = "") -> None:
         """Raise on every rank unless all are configured alike; `also` is what else they must have in common."""
-        call = Call("compress_gradients", self.codec or lossless(dtype), self._words() + also)
+        call = Call("compress_gradients", self.codec or lossless(dtype), self._words() + also, sizes=None)
 
         def job() -> list[Tensor]:
             Collective(group, call, lambda collective: collective.agree(), name="gradients").run()

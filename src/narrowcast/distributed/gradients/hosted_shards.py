@@ -45,12 +45,15 @@ class HostShardedBucket(ShardedBucket):
         mesh, words = self.mesh, f"{call.words}, codec={call.codec.spec}"
         within = Call(f"{call.op} within hosts", lossless(self.gradients.dtype), words)
         between = dataclasses.replace(call, op=f"{call.op} between hosts")
+        told = dataclasses.replace(
+            within, op=f"{call.op} between hosts, as told within", sizes=None
+        )  # ranks always meet
         shape = mesh.between.size, self.gradients.shape[1]
         self._share = torch.empty(shape, dtype=torch.float32, device=self.gradients.device)
         return [
             Collective(mesh.within, within, self._reduce_within),
             Collective(mesh.between, between, self._reduce_between, plain_bytes=plain_bytes, seed=seed),
-            Collective(mesh.within, within, lambda collective: collective.agree()),
+            Collective(mesh.within, told, lambda collective: collective.agree()),
         ]
 
     def _reduce_within(self, collective: Collective) -> None:

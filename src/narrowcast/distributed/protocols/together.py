@@ -35,9 +35,11 @@ def all_reduce(collective: Collective, flat: Tensor, lengths: Sequence[int], div
     kind = collective.call.codec, len(flat)
     reduction = prepared.get(kind)
     if not isinstance(reduction, _Prepared) or reduction.version != collective.group.buffers.version:
-        if len(prepared) >= PREPARED:
-            prepared.clear()
+        reduction = None
+        if len(prepared) >= PREPARED or collective.group.buffers.version != collective.group.prepared_version:
+            prepared.clear()  # what was made of other memory would keep it
         reduction = prepared[kind] = _prepare(collective, len(flat), lengths)
+        collective.group.prepared_version = collective.group.buffers.version
     reduction.run(collective, flat, divisor)
 
 

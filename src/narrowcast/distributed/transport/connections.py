@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from narrowcast.distributed.transport.failures import Board, Failure
+from narrowcast.distributed.transport.failures import Board, Failure, attempt
 from narrowcast.distributed.transport.gloo_connections import LAST_WORDS_BYTES, Gloo
 from narrowcast.distributed.transport.gloo_messages import brief
 from narrowcast.distributed.transport.wire import Wire, WireError
@@ -58,7 +58,7 @@ class Connections:
         self.calls: dict[int, int] = {}
         """How many calls have been made with each tag."""
         self.closing = threading.Event()
-        self._board = Board(f"narrowcast/{name}", store, rank, ranks, self.timeout)
+        self._board = Board(f"narrowcast/{attempt()}/{name}", store, rank, ranks, self.timeout)
         self._users: weakref.WeakSet[_User] = weakref.WeakSet()
         self._connecting, self._changing = threading.Lock(), threading.Lock()
         self._gloo: Gloo | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 import weakref
@@ -108,6 +109,15 @@ class Failure:
             f"{where}: rank {self.rank} is gone, as rank {self.seen_by} saw ({self.reason}). Its own output says why. "
             "This group cannot go on: start the job again, or make a new group of the ranks that are left."
         )
+
+
+def attempt() -> str:
+    """Which start of its ranks this is, where torchrun starts them again: the store of before goes on.
+
+    Known on one host. On several, torchrun counts the starts of each by itself.
+    """
+    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
 
 
 class Board:

@@ -57,9 +57,10 @@ class Group:
         self.rank = connections.rank
         self.ranks = connections.ranks
         self.buffers = Buffers()
-        self.lane = Lane(f"narrowcast {self.name}", self.device, self._check_stream)
+        self.lane = Lane(f"narrowcast {self.name}", self.device)
         self.prepared: dict[object, object] = {}
-        """What protocols keep for calls alike."""
+        """What protocols keep for calls alike, made of the memory of one version of the buffers."""
+        self.prepared_version = 0
         self._tag, self._first, self._pair = tag, first, pair
         self._wire: Wire | None = None
         self._generation = 0
@@ -85,15 +86,29 @@ class Group:
             except Overtaken:
                 raise self.connections.failed_elsewhere(op) from cause
             except WireError as error:
-                cause, agreed = error, self._wire is not None and self._wire.agreed
+                wire, cause = self._wire, error
+                agreed = wire is not None and wire.agreed
                 here, there = self.ranks[self.rank], self.ranks[error.peer]
                 self._fail(Failure(error.kind, there, here, number, op, str(error), self._tag))
                 self.connections.check(op, self._tag, number, cause)
                 if agreed and not self.nccl:
                     raise self.connections.failed_elsewhere(op) from cause
+                if isinstance(wire, NcclWire) and wire.trouble is not None:
+                    self._tell_of_lost_calls(op, number, wire.told)
             except BaseException as error:
                 self._fail(Failure.of(error, self.ranks[self.rank], number, op, self._tag))
                 raise
+
+    def _tell_of_lost_calls(self, op: str, number: int, told: bool) -> None:
+        """Raise where calls before this one are lost on the stream: this one fails with them, on every rank.
+
+        Not where it was the last one alone, and its `wait` has said so: then this call is repeated.
+        """
+        error = self.connections.failed_elsewhere(op)
+        if not (told and isinstance(error.failure, Failure) and error.failure.number == number - 1):
+            self._forget_old_wire()
+            self._fail(Failure.of(error, self.ranks[self.rank], number, op, self._tag))
+            raise error
 
     def agreed_before(self, call: Call) -> bool:
         """Whether ranks need not meet on the host for a call: over NCCL, where they have agreed on one alike."""
@@ -139,18 +154,8 @@ class Group:
         self.lane.close(reason)
         if wire is not None:
             wire.retire()
+        self.prepared.clear()
         self.buffers.clear()
-
-    def _check_stream(self, op: str) -> None:
-        """Raise where what a stream was given is known to have failed. The next call says so to the other ranks."""
-        wire = self._wire
-        if isinstance(wire, NcclWire) and wire.trouble is not None:
-            error, number = wire.trouble, self.connections.calls.get(self._tag, 0)
-            here, there = self.ranks[self.rank], self.ranks[error.peer]
-            failure = Failure(error.kind, there, here, number, op, str(error), self._tag)
-            with contextlib.suppress(ValueError):  # it gave no reason
-                failure = Failure.from_bytes(wire.last_words(error.peer))
-            raise failure.error(op, self.connections.timeout) from error
 
     def _next_number(self) -> int:
         calls = self.connections.calls

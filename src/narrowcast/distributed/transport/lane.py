@@ -16,7 +16,6 @@ started with `async_op=True`; a synchronous one would wait for itself, and raise
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.distributed.stats import span
-from narrowcast.distributed.transport.work import Check, Job, StreamWork, Work
+from narrowcast.distributed.transport.work import Job, StreamWork, Work
 from narrowcast.errors import CollectiveError
 
 IDLE_SECONDS = 1.0
@@ -45,29 +44,31 @@ def _note_accepted() -> None:
 class Lane:
     """Runs jobs one at a time, in the order in which they came."""
 
-    def __init__(self, name: str, device: torch.device, check: Check = lambda op: None) -> None:
+    def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self._device = device
-        self._check = check
         self._changed = threading.Condition()
         self._queue: deque[Work] = deque()
         self._busy = False
         self._closed: str | None = None
         self._thread: threading.Thread | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def busy(self) -> bool:
         return self._busy
 
-    @functools.cached_property
+    @property
     def stream(self) -> torch.cuda.Stream:
         """The side stream, for CUDA tensors."""
-        return torch.cuda.Stream(self._device)
+        with self._changed:  # one for all threads
+            self._stream = self._stream or torch.cuda.Stream(self._device)
+            return self._stream
 
     def start(self, op: str, job: Job, tensors: Sequence[Tensor], async_op: bool, at_once: bool = False) -> Work | None:
         """Do a job on these tensors in its turn: a `Work` at once where it is asynchronous, else when it is done."""
         if self._device.type == "cuda":
-            return self._start_on_stream(StreamWork(op, job, self.stream, tensors, self._check), async_op, at_once)
+            return self._start_on_stream(StreamWork(op, job, self.stream, tensors), async_op, at_once)
         if not async_op:
             self.run(op, job)
             return None

@@ -24,9 +24,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions
 
 from narrowcast.distributed.transport.agreement import Call, Header
+from narrowcast.distributed.transport.failures import Failure
 from narrowcast.distributed.transport.gloo import GlooWire
 from narrowcast.distributed.transport.nccl_guard import Guard
 from narrowcast.distributed.transport.wire import Exchange, WireError
+from narrowcast.distributed.transport.work import carried_by
 
 REMEMBERED = 1024
 """So many sets of arguments, the last ones, are known to be agreed on."""
@@ -34,8 +36,10 @@ REMEMBERED = 1024
 HALVED = 1 << 16
 """Rows of more bytes go in two halves."""
 
-ABORT_SECONDS = 10.0
-"""How long a communicator is waited for that is to give up."""
+END_SECONDS = 10.0
+"""How long a communicator is waited for that is to end."""
+
+_environment = threading.Lock()
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -53,6 +57,11 @@ class NcclWire:
         self.turns = self.size
         self.trouble: WireError | None = None
         """Why what the stream was given is lost."""
+        self.told = False
+        """Whether a `wait` has said so."""
+        self._two = not pair
+        self._gave = False
+        """Whether the call under way has given the stream rows."""
         self._timeout = control.gloo.timeout
         self._groups = [self._communicator(store, name) for name in ("nccl", "nccl, halves")[: 1 if pair else 2]]
         self._guard = Guard(
@@ -87,7 +96,7 @@ class NcclWire:
         if self._always or key not in self._agreed:
             self.control.agree(header, lambda peer: None, [header.data[:0]] * self.size)
         self.control.agreed = True
-        self._halves = key is not None and len(self._groups) == 2
+        self._halves = key is not None and self._two
         if key is not None:  # all ranks make the same calls: what one has forgotten, all have
             self._agreed[key] = None
             self._agreed.move_to_end(key)
@@ -116,6 +125,15 @@ class NcclWire:
     def exchange(self, prepared: Exchange) -> None:
         if self.trouble is not None:
             raise self.trouble
+        self._gave = True
+        try:
+            self._exchange(prepared)
+        except (IndexError, RuntimeError) as error:  # the guard has given up in the middle of it
+            if self.trouble is not None:
+                raise self.trouble from error
+            raise
+
+    def _exchange(self, prepared: Exchange) -> None:
         if len(prepared) == 1:
             ((i, into, rows),) = prepared
             self._groups[i].alltoall(into, rows, self._here)  # the stream has it: there is nothing to wait for
@@ -125,7 +143,22 @@ class NcclWire:
 
     def flush(self) -> None:
         self.control.flush()
-        self._guard.given()
+        if self._gave:
+            self._gave = False
+            carried_by(self)
+            self._guard.given()
+
+    def lost(self, op: str) -> BaseException | None:
+        """What to raise in a call of that name, if what the stream was given is lost."""
+        error = self.trouble
+        if error is None:
+            return None
+        self.told = True
+        ranks = self.control.gloo.ranks
+        failure = Failure(error.kind, ranks[error.peer], ranks[self.rank], 0, op, str(error))
+        with contextlib.suppress(ValueError):  # it gave no reason
+            failure = Failure.from_bytes(self.last_words(error.peer))
+        return failure.error(op, self._timeout)
 
     def trim(self) -> None:
         pass
@@ -143,11 +176,11 @@ class NcclWire:
         return self.control.last_words(peer)
 
     def retire(self) -> None:
+        through = not self._groups or self._guard.wait(self._timeout.total_seconds())  # the guard looks on meanwhile
         self._guard.close()
-        if self._groups and self._guard.wait(self._timeout.total_seconds()):
-            for group in self._groups:
-                group.shutdown()
-            self._groups = []
+        if through:
+            groups, self._groups = self._groups, []
+            _at_the_same_time(groups, "shutdown")
         self._abort()
         self.control.retire()
 
@@ -155,19 +188,23 @@ class NcclWire:
         """A communicator that leaves failures to this wire: torch's own watchdog would end the process."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = max(10 * self._timeout, timedelta(minutes=10))
-        before = os.environ.get(_HANDLING)
-        os.environ[_HANDLING] = "0"
-        try:
-            return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), self.rank, self.size, options)
-        finally:
-            if before is None:
-                del os.environ[_HANDLING]
-            else:
-                os.environ[_HANDLING] = before
+        with _environment:
+            before = os.environ.get(_HANDLING)
+            os.environ[_HANDLING] = "0"
+            try:
+                return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), self.rank, self.size, options)
+            finally:
+                if before is None:
+                    del os.environ[_HANDLING]
+                else:
+                    os.environ[_HANDLING] = before
 
     def _meet(self, device: torch.device) -> None:
-        """Let all ranks come to the second communicator: later a rank without long rows would not."""
-        for group in self._groups[1:]:
+        """Let all ranks come to the communicators, before anything else can fail: NCCL waits for them without end.
+
+        And a rank without long rows would not come to the second one later.
+        """
+        for group in self._groups:
             bytes_ = torch.zeros(2, self.size, dtype=torch.uint8, device=device)
             into, rows = ([each[i : i + (i != self.rank)] for i in range(self.size)] for each in bytes_)
             group.alltoall(into, rows).wait()
@@ -178,17 +215,24 @@ class NcclWire:
 
     def _abort(self) -> None:
         groups, self._groups = self._groups, []
-        # All at the same time: while the kernel of one waits on the GPU, the memory of another cannot be freed.
-        aborting = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
-        for thread in aborting:
-            thread.start()
-        for thread in aborting:
-            thread.join(ABORT_SECONDS)
+        _at_the_same_time(groups, "abort")
 
 
-def _abort(group: Any) -> None:
-    with contextlib.suppress(RuntimeError):
-        group.abort()
+def _at_the_same_time(groups: Sequence[Any], method: str) -> None:
+    """End communicators, none of them waited for long.
+
+    While the kernel of one waits on the GPU, the memory of another cannot be freed; and ranks end them in any order.
+    """
+
+    def end(group: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            getattr(group, method)()
+
+    ending = [threading.Thread(target=end, args=(group,), daemon=True) for group in groups]
+    for thread in ending:
+        thread.start()
+    for thread in ending:
+        thread.join(END_SECONDS)
 
 
 def _half(rows: Sequence[Tensor], which: int) -> list[Tensor]:

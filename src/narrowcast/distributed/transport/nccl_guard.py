@@ -51,7 +51,7 @@ class Guard:
 
     def given(self) -> None:
         """The current stream was given all of a call."""
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         self._stream = torch.cuda.current_stream(self._device)
         with self._lock:
@@ -84,6 +84,14 @@ class Guard:
         return self._event is None or self._event.query()
 
     def _serve(self) -> None:
+        try:
+            self._look_on()
+        finally:
+            with self._lock:
+                if self._thread is threading.current_thread():
+                    self._thread = None
+
+    def _look_on(self) -> None:
         _allow_captures()
         idle = waiting = 0.0
         pause = FIRST_LOOK_SECONDS
@@ -93,7 +101,7 @@ class Guard:
                 waiting, pause = 0.0, FIRST_LOOK_SECONDS
                 with self._lock:
                     if idle >= IDLE_SECONDS and self._asked == self._calls:
-                        self._thread = None
+                        self._thread = None  # here, so that the next call starts another
                         return
                 self._ask()
                 continue
@@ -111,7 +119,7 @@ class Guard:
                 self._look(peer)
             except WireError as error:
                 return error
-        if waited >= self._timeout:
+        if waited >= self._timeout and self._peers:
             reason = "NCCL made no progress. A rank does not come, is stopped, or makes another call"
             return WireError(self._peers[0], reason, "unmet")
         return None

@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,22 @@ from narrowcast.distributed.stats import span
 from narrowcast.errors import CollectiveError
 
 Job = Callable[[], list[Tensor]]
-Check = Callable[[str], None]
-"""Raises where it is known that what a stream was given for a call of that name has failed."""
+
+_current = threading.local()
+
+
+class Carrier(Protocol):
+    """What gives a stream its rows: it knows later whether they are lost."""
+
+    def lost(self, op: str) -> BaseException | None:
+        """What to raise in a call of that name, if what the stream was given is lost."""
+
+
+def carried_by(carrier: Carrier) -> None:
+    """Note who gave the stream rows, for the work that runs in this thread."""
+    carriers = getattr(_current, "carriers", None)
+    if carriers is not None and carrier not in carriers:
+        carriers.append(carrier)
 
 
 class Work(dist.Work):
@@ -122,11 +137,9 @@ class Work(dist.Work):
 class StreamWork(Work):
     """A collective on a side stream."""
 
-    def __init__(
-        self, op: str, job: Job, side: torch.cuda.Stream, tensors: Sequence[Tensor], check: Check = lambda op: None
-    ) -> None:
+    def __init__(self, op: str, job: Job, side: torch.cuda.Stream, tensors: Sequence[Tensor]) -> None:
         super().__init__(op, self._aside)
-        self._check = check
+        self._carriers: list[Carrier] = []
         self._inner: Job | None = job
         self._tensors = list(tensors)
         self._device = tensors[0].device
@@ -158,9 +171,11 @@ class StreamWork(Work):
             self._side.wait_event(self._before)
             for tensor in self._tensors:
                 tensor.record_stream(self._side)
+            _current.carriers = self._carriers
             try:
                 return inner()
             finally:
+                _current.carriers = None
                 self._after.record(self._side)
                 self._tensors.clear()
 
@@ -172,7 +187,10 @@ class StreamWork(Work):
             super()._settle(future)
 
     def _finish(self) -> None:
-        self._check(self.op)
+        for carrier in self._carriers:
+            error = carrier.lost(self.op)
+            if error is not None:
+                raise error
         torch.cuda.current_stream(self._device).wait_event(self._after)
 
 
