@@ -40,8 +40,9 @@ class TensorAPoT:
 
     @data.setter
     def data(self, codes: Tensor) -> None:
-        codes = torch.as_tensor(codes)
-        whole, known = codes.long(), torch.as_tensor(self.quantizer.level_indices)
+        codes = codes if isinstance(codes, Tensor) else torch.as_tensor(codes, dtype=torch.int64, device="cpu")
+        whole, known = codes.long(), self.quantizer.level_indices
+        known = known if isinstance(known, Tensor) else torch.as_tensor(known, dtype=torch.int64, device="cpu")
         lowest, highest = (int(known.min()), int(known.max())) if known.numel() else (0, -1)
         if bool(((whole != codes) | (whole < max(lowest, 0)) | (whole > highest)).any()):
             raise PayloadError(

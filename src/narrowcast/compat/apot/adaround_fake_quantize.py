@@ -51,9 +51,11 @@ class AdaroundFakeQuantizer(FakeQuantize):
         )
         self.qscheme, self.ch_axis = qscheme, ch_axis
         self.is_per_tensor, self.is_symmetric = qscheme == torch.per_tensor_symmetric, True
-        self.scale, self.zero_point = torch.empty(0), torch.empty(0)
-        self.V = nn.Parameter(torch.empty(0))
-        self.zeta, self.gamma = torch.tensor(ADAROUND_ZETA), torch.tensor(ADAROUND_GAMMA)
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        self.scale, self.zero_point = nothing, nothing.clone()
+        self.V = nn.Parameter(nothing.clone())
+        self.zeta = torch.tensor(ADAROUND_ZETA, dtype=torch.float32, device="cpu")
+        self.gamma = torch.tensor(ADAROUND_GAMMA, dtype=torch.float32, device="cpu")
         self.use_soft_rounding = True
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]

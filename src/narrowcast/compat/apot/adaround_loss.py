@@ -42,7 +42,7 @@ class AdaptiveRoundingLoss(nn.Module):
             raise CheckedStepError(f"curr_iter={curr_iter}: steps count from 0, and max_iter={self.max_iter}.")
         warm = self.warm_start * self.max_iter
         if curr_iter < warm:
-            return torch.zeros((), device=V.device)
+            return torch.zeros((), dtype=V.dtype, device=V.device)
         first, last = self.beta_range
         beta = last + (first - last) / 2 * (1 + math.cos(math.pi * (curr_iter - warm) / (self.max_iter - warm)))
         return (1 - (2 * rectified_sigmoid(V) - 1).abs() ** beta).sum() * self.reg_param

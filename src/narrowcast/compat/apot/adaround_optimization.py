@@ -143,7 +143,7 @@ class AdaptiveRoundingOptimizer:
         if not moments.count:
             return  # no batch reaches this layer
         scale, zero_point = quantizer.calculate_qparams()
-        codes = torch.arange(self.quant_min, self.quant_max + 1, device=layer.weight.device)
+        codes = torch.arange(self.quant_min, self.quant_max + 1, dtype=torch.int64, device=layer.weight.device)
         levels = (codes - zero_point.flatten()[0]).float()
         weight = layer.weight.detach()
         learned = learn_levels(weight, scale.flatten().expand(len(weight)), levels, moments.mean(), self.max_iter)

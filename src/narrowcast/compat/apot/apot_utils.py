@@ -38,7 +38,7 @@ def float_to_apot(x: Tensor | float, levels: Numbers, indices: Numbers, alpha: T
             "x: holds a NaN, and no code stands for one. Usually a training run diverged: look at the tensor first, or "
             "pass x.nan_to_num(). quant_dequant_APoT and APoTFakeQuantize keep NaN as it is."
         )
-    if not bool((torch.as_tensor(alpha).detach() >= 0).all()):
+    if not bool((as_floats(alpha).detach() >= 0).all()):
         raise SpecError(f"alpha={alpha}: the largest magnitude that is not clipped is not negative.")
     table = table.to(values.device)
     first = torch.searchsorted(table, table)  # of equals
@@ -48,7 +48,7 @@ def float_to_apot(x: Tensor | float, levels: Numbers, indices: Numbers, alpha: T
 def apot_to_float(x_apot: Tensor | int, levels: Numbers, indices: Numbers) -> Tensor:
     """The levels that codes stand for."""
     table, known_codes = _pair(levels, indices)
-    codes = x_apot if isinstance(x_apot, Tensor) else torch.as_tensor(x_apot, device="cpu")
+    codes = x_apot if isinstance(x_apot, Tensor) else torch.as_tensor(x_apot, dtype=torch.int64, device="cpu")
     whole = codes.long()
     known_codes = known_codes.long().to(codes.device)
     lowest, highest = int(known_codes.min()), int(known_codes.max())
@@ -86,7 +86,11 @@ def _pair(levels: Numbers, indices: Numbers | None) -> tuple[Tensor, Tensor]:
     """Levels in ascending order, as a vector of floats, and their codes in the same order."""
     table = _vector("levels", levels)
     table = table if table.is_floating_point() else table.float()
-    codes = torch.arange(len(table), device=table.device) if indices is None else _vector("indices", indices)
+    codes = (
+        torch.arange(len(table), dtype=torch.int64, device=table.device)
+        if indices is None
+        else _vector("indices", indices)
+    )
     if len(table) != len(codes) or not len(table):
         raise ShapeError(
             f"levels and indices: they have {len(table)} and {len(codes)} elements. Pass as many levels as codes, at "
@@ -100,14 +104,24 @@ def _pair(levels: Numbers, indices: Numbers | None) -> tuple[Tensor, Tensor]:
     return table, codes
 
 
+def as_floats(numbers: Any) -> Tensor:
+    """A tensor as it is; other numbers as fp32."""
+    return numbers if isinstance(numbers, Tensor) else torch.as_tensor(numbers, dtype=torch.float32, device="cpu")
+
+
+def _scalar(number: Any) -> Tensor:
+    dtype = torch.int64 if isinstance(number, int) else torch.float32
+    return torch.tensor(number, dtype=dtype, device="cpu")
+
+
 def _vector(name: str, numbers: Numbers) -> Tensor:
     """A list of numbers or of tensors of one element, or a tensor, as a contiguous vector."""
     if not isinstance(numbers, Tensor):
         try:
-            single = [each.detach().reshape(()) if isinstance(each, Tensor) else torch.tensor(each) for each in numbers]
+            single = [each.detach().reshape(()) if isinstance(each, Tensor) else _scalar(each) for each in numbers]
         except (TypeError, ValueError, RuntimeError) as error:
             raise SpecError(f"{name}: expected a tensor or a list of numbers, got {numbers!r}.") from error
-        numbers = torch.stack(single) if single else torch.empty(0)
+        numbers = torch.stack(single) if single else torch.empty(0, dtype=torch.float32, device="cpu")
     return numbers.detach().reshape(-1).contiguous()
 
 

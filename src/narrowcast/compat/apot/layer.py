@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.codecs import Levels
-from narrowcast.compat.apot.apot_utils import WIDEST, float_to_apot, quant_dequant_util
+from narrowcast.compat.apot.apot_utils import WIDEST, as_floats, float_to_apot, quant_dequant_util
 from narrowcast.compat.apot.observer import APoTObserver, QParams, sums
 from narrowcast.errors import MatrixError, SpecError
 from narrowcast.nn.modules.base import keep_dtype
@@ -76,7 +76,7 @@ class LinearAPoT(nn.Module):
 
         (PyTorch's raises NotImplementedError.)
         """
-        qparams = tuple(torch.as_tensor(each).detach() for each in (alpha, gamma, quantization_levels, level_indices))
+        qparams = tuple(as_floats(each).detach() for each in (alpha, gamma, quantization_levels, level_indices))
         grid = _grid_of(qparams[1], qparams[2])
         weight, bias = ref_qlinear.weight, getattr(ref_qlinear, "bias", None)
         layer = cls(torch.zeros_like(_matrix(weight), dtype=torch.float32), grid.b, grid.k)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.ao.quantization.observer import ObserverBase
 
-from narrowcast.compat.apot.apot_utils import apot_to_float, float_to_apot
+from narrowcast.compat.apot.apot_utils import apot_to_float, as_floats, float_to_apot
 from narrowcast.errors import CalibrationError, GridError, PlotError
 from narrowcast.nn.modules.base import keep_dtype
 
@@ -46,8 +46,8 @@ class APoTObserver(ObserverBase):
         alpha is the largest magnitude seen, gamma what makes the top level alpha. `min_val` and `max_val` take the
         place of what was seen.
         """
-        self.min_val = self.min_val if min_val is None else torch.as_tensor(min_val)
-        self.max_val = self.max_val if max_val is None else torch.as_tensor(max_val)
+        self.min_val = self.min_val if min_val is None else as_floats(min_val)
+        self.max_val = self.max_val if max_val is None else as_floats(max_val)
         entries = sums(self.b, self.k, signed)
         self.n = self.b // self.k
         if not self.min_val.numel() or not self.max_val.numel():
@@ -71,7 +71,7 @@ class APoTObserver(ObserverBase):
             raise PlotError("matplotlib draws this, and is not installed. Run: pip install matplotlib") from error
         alpha, _, levels, codes = self.calculate_qparams(signed)
         reach = float(alpha)
-        x = torch.linspace(-reach if signed else 0.0, reach, 1001)
+        x = torch.linspace(-reach if signed else 0.0, reach, 1001, dtype=torch.float32, device="cpu")
         y = apot_to_float(float_to_apot(x, levels.cpu(), codes.cpu(), reach), levels.cpu(), codes.cpu())
         pyplot.figure(figsize=(15, 10))
         pyplot.plot(x.tolist(), y.tolist())
