@@ -157,6 +157,7 @@ def test_whatever_stops_the_work_has_one_code_in_every_command(
 def test_ctrl_c_at_a_terminal_is_130(tmp_path: Path) -> None:
     code = (
         "import os, signal, narrowcast.cli.codecs as codecs; from narrowcast.cli import app\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it\n"
         "codecs.catalogue = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
         "app(['codecs'])"
     )
