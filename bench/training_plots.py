@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import training_report as report
-from training_rivals import METHODS
+from training_methods import METHODS
 
 COLOURS = {"int8": "#2f6fb3", "int4+EF": "#1b9e77", "int2+EF": "#d95f02"}
-RIVALS = {"fp32": "DDP, fp32", "fp16 hook": "fp16 hook", "PowerSGD 4 at once": "PowerSGD, rank 4"}
+COMPETITORS = {"fp32": "DDP, fp32", "fp16 hook": "fp16 hook", "PowerSGD 4 at once": "PowerSGD, rank 4"}
 """What stands in the picture of megabytes, of ours and of others; PowerSGD without its long, plain warm-up."""
 
 
@@ -31,10 +31,10 @@ def _overview(cells: report.Cells, model: str) -> Any:
     colours = {name: f"C{number % 10}" for number, name in enumerate(METHODS)}
     for name, seeds in report.runs_of(cells, model).items():
         if curve := report.mean_curve(seeds):
-            style = "--" if METHODS[name].rival else "-" if METHODS[name].error_feedback or name == "int8" else ":"
+            style = "--" if METHODS[name].competitor else "-" if METHODS[name].error_feedback or name == "int8" else ":"
             left.plot(*zip(*curve, strict=True), style, color=colours[name], label=name)
     for name, points in report.race(cells, model, report.seconds_of)[0].items():
-        style = "--" if METHODS[name].rival else "-"
+        style = "--" if METHODS[name].competitor else "-"
         middle.semilogx(*zip(*points, strict=True), style, color=colours[name], label=name)
     cell = cells.get(f"speed/{model}/{report.SLOW}", {"found": {}})
     sent = {name: count / 1e6 for name, count in report.sent_of(cell).items() if name != "no exchange"}
@@ -58,7 +58,7 @@ def _megabytes(cells: report.Cells, model: str) -> Any:
     figure = Figure(figsize=(8.4, 4.4), layout="constrained")
     axes = figure.subplots()
     curves = report.race(cells, model, report.sent_of)[0]
-    for name, label in {**RIVALS, **{name: name for name in COLOURS}}.items():
+    for name, label in {**COMPETITORS, **{name: name for name in COLOURS}}.items():
         if name not in curves:
             continue
         sent, losses = [count / 1e6 for count, _ in curves[name]], [loss for _, loss in curves[name]]
