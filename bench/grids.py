@@ -23,6 +23,7 @@ from rich.progress import Progress
 from safetensors.torch import load_file
 from torch import Tensor
 
+import pictures
 from machine import facts
 from narrowcast.kernels.operators.fake_quantize import fake_quantize
 from narrowcast.nn.qat.clips import clip_of
@@ -114,20 +115,18 @@ def _cell(value: float, competitors: list[float]) -> str:
 
 
 def plot(table: Table, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(table), figsize=(4 * len(table), 4), sharey=True, layout="constrained")
-    for place, (name, grids) in zip(axes, table.items(), strict=True):
+    figure, places = pictures.canvas(2, 2, size=(11, 8), sharey=True)
+    for axes, (name, grids) in zip(places, table.items(), strict=True):
+        ends = {grid: (max(row), row[max(row)]) for grid, row in grids.items()}
         for grid, row in grids.items():
-            place.plot(list(row), list(row.values()), "o-" if len(row) > 1 else "s", label=grid)
-        place.set(title=name, xlabel="bits")
-        place.grid(alpha=0.3)
-    axes[0].set_ylabel("SQNR at the best clip, dB")
-    axes[0].legend()
-    figure.savefig(path, dpi=110)
+            pictures.line(axes, list(row), list(row.values()), grid)
+            if ends[grid][0] < 8:
+                pictures.name_at(axes, ends[grid], grid, grid, (-9, 8) if grid == "NF4" else (9, -9))
+        axes.set(xlabel="bits", ylabel="SQNR at the best clip, dB")
+        pictures.title(axes, name)
+    for axes, grids in zip(places, table.values(), strict=True):  # when all lines are there, and with them the scale
+        pictures.name_right(figure, axes, {grid: (8, row[8]) for grid, row in grids.items() if 8 in row})
+    pictures.save(figure, path)
 
 
 def main() -> None:
