@@ -51,7 +51,7 @@ format: $(VENV)/.dev     ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, 10,000 rounds, an hour of random cases
+soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, 10,000 rounds, aarch64 under qemu, an hour of random cases
 	$(BIN)/pytest -m soak --timeout 3600
 	NARROWCAST_FUZZ=60 $(BIN)/pytest tests/fuzz --timeout 7200
 

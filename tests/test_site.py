@@ -105,6 +105,7 @@ def unfounded_in_readme(text: str) -> list[str]:
         if file := re.search(r"\((bench/results/.*?)\)", name):
             measured = rows_of((ROOT / file[1]).read_text())
             name = name.rpartition(": ")[2]
+        name = name.removeprefix("narrowcast ")
         same = [row for row in measured if any(each and (name.endswith(each) or each.endswith(name)) for each in row)]
         known = [Decimal(number) for row in same for number in re.findall(r"\d+(?:\.\d+)?", " ".join(row))]
         for told in (Decimal(number) for cell in cells for number in re.findall(r"\d+(?:\.\d+)?", cell)):
@@ -123,7 +124,7 @@ def test_a_figure_of_the_readme_that_nobody_measured_is_found() -> None:
     text = (ROOT / "README.md").read_text()
     (row,) = re.findall(r"^\| narrowcast `int4\+EF` \|.*$", text, re.MULTILINE)
     changed = re.sub(r"\d\.\d\d s", "9.99 s", row)
-    assert unfounded_in_readme(text.replace(row, changed)) == ["narrowcast int4+EF: 9.99"]
+    assert unfounded_in_readme(text.replace(row, changed)) == ["int4+EF: 9.99"]
     assert unfounded_in_readme(text.replace("DDP, fp32 | 68.2 MB", "DDP, fp32 | 68.3 MB")) == ["DDP, fp32: 68.3"]
 
 
