@@ -34,7 +34,7 @@ def colour_of(name: str) -> str:
 
 
 def canvas(
-    rows: int = 1, columns: int = 1, size: tuple[float, float] = (8.4, 4.4), **shared: bool
+    rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.2, 4.2), **shared: bool
 ) -> tuple[Any, list[Any]]:
     """A figure, and its axes in reading order."""
     from matplotlib.figure import Figure
@@ -108,4 +108,4 @@ def title(axes: Any, words: str) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=140)

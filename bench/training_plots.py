@@ -33,7 +33,7 @@ def draw(cells: report.Cells, model: str, folder: Path) -> dict[str, str]:
 
 def _losses(cells: report.Cells, model: str) -> Any:
     """Loss over steps, above; loss over seconds, below."""
-    figure, (above, below) = pictures.canvas(2, 1, size=(8.4, 8.4))
+    figure, (above, below) = pictures.canvas(2, 1, size=(7.6, 8.4))
     curves = {name: report.mean_curve(seeds) for name, seeds in report.runs_of(cells, model).items()}
     shown = {name: curves[name] for name in (*COMPETITORS, *OURS) if curves.get(name)}
     for name, curve in shown.items():
