@@ -11,13 +11,14 @@ import training_report as report
 OURS = ("int8", "int4+EF", "int2+EF", "sign+EF")
 COMPETITORS = ("fp32", "fp16 hook", "PowerSGD 4 at once")
 """What stands in the pictures; the tables have all. PowerSGD without its long, plain warm-up."""
-LABELS = {"fp32": "DDP, fp32", "PowerSGD 4 at once": "PowerSGD, rank 4"}
+LABELS = {"fp16 hook": "fp16", "PowerSGD 4 at once": "PowerSGD, rank 4"}
+BELOW, BELOW_RIGHT = (0, -13), (1, -13)
 OFFSETS = {
     "PowerSGD 4 at once": (-9, -7),
     "int2+EF": (-3, -12),
     "sign+EF": (8, 6),
-    "fp16 hook": (1, -13),
-    "fp32": (1, -13),
+    "int8": BELOW_RIGHT,
+    "fp16 hook": BELOW_RIGHT,
 }
 """Of names that would cover another below the end of their line."""
 
@@ -58,7 +59,7 @@ def _losses(cells: report.Cells, model: str) -> Any:
 
 
 def _name(axes: Any, x: float, y: float, name: str) -> None:
-    pictures.name_at(axes, (x, y), LABELS.get(name, name), name, OFFSETS.get(name, (0, -13)))
+    pictures.name_at(axes, (x, y), LABELS.get(name, name), name, OFFSETS.get(name, BELOW))
 
 
 def _megabytes(cells: report.Cells, model: str) -> Any:
