@@ -51,7 +51,7 @@ format: $(VENV)/.dev     ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, 10,000 rounds, an hour of random cases
+soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, 10,000 rounds, aarch64 under qemu, an hour of random cases
 	$(BIN)/pytest -m soak --timeout 3600
 	NARROWCAST_FUZZ=60 $(BIN)/pytest tests/fuzz --timeout 7200
 
@@ -67,7 +67,7 @@ gpu: $(VENV)/.dev        ## the kernels on a real GPU
 bench: $(VENV)/.dev      ## time the codecs against a plain copy
 	$(BIN)/python bench/codec.py
 
-linear: $(VENV)/.dev     ## time linear layers on encoded weights on the CPU, beside rivals
+linear: $(VENV)/.dev     ## time linear layers on encoded weights on the CPU, beside competitors
 	$(INSTALL) '.[bench]'
 	PYTHONPATH=bench $(BIN)/python bench/linear.py --end-to-end --convert
 
@@ -78,7 +78,7 @@ quality: $(VENV)/.dev    ## what each codec leaves of a real model
 wire: $(VENV)/.dev       ## time the collectives on a network in a box (needs root)
 	$(BIN)/python bench/wire.py --out bench/results
 
-training: $(VENV)/.dev   ## train over slow links on a network in a box, beside rivals (needs root; hours)
+training: $(VENV)/.dev   ## train over slow links on a network in a box, beside competitors (needs root; hours)
 	$(BIN)/python bench/training.py --out bench/results
 
 sanitize: $(VENV)/.dev   ## the native core under AddressSanitizer and UndefinedBehaviorSanitizer

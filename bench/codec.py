@@ -3,7 +3,7 @@
     PYTHONPATH=src python bench/codec.py                       64 MB of fp32, one thread, every codec
     ... --codecs int8,int4:block=32  --size 16  --threads 2  --quick  --no-compile  --json PATH  --markdown PATH
 
-`xcopy` is time over the time of `dst.copy_(src)` of the fp32 tensor: the rival and the limit. `share` is bytes read and
+`xcopy` is time over the time of `dst.copy_(src)` of the fp32 tensor, the limit. `share` is bytes read and
 written a second over the copy's. On one thread, time is the CPU time of the calling thread, so that other processes on
 the machine count little; codec and copy take turns, and the figure is the median of the rounds' ratios. Outputs are
 ready (`out=`) except in the column `new`, where encode allocates. `sum4` is decode_sum of 4 rows over one decode of the
@@ -28,7 +28,7 @@ from rich.progress import track
 from torch import Tensor
 
 import narrowcast as nc
-from codec_report import OPERATIONS, Row, markdown, pretty, pretty_rivals, rest
+from codec_report import OPERATIONS, Row, markdown, pretty, pretty_competitors, rest
 from data import gaussian, laplace, real, sqnr
 from machine import facts
 from narrowcast.cli.shared.specs import split_specs
@@ -54,12 +54,12 @@ def seconds(run: Work, clock: Callable[[], float]) -> float:
     return clock() - began
 
 
-def against(run: Work, rival: Work, rounds: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """Seconds of `run`, and its ratio to `rival`: medians over rounds in which the two take turns."""
-    run(), rival()
+def against(run: Work, competitor: Work, rounds: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of `run`, and its ratio to `competitor`: medians over rounds in which the two take turns."""
+    run(), competitor()
     times, ratios = [], []
     for _ in range(rounds):
-        before, mine, after = seconds(rival, clock), seconds(run, clock), seconds(rival, clock)
+        before, mine, after = seconds(competitor, clock), seconds(run, clock), seconds(competitor, clock)
         times.append(mine)
         ratios.append(2 * mine / (before + after))
     return statistics.median(times), statistics.median(ratios)
@@ -141,7 +141,7 @@ def two_threads(spec: str, x: Tensor, rounds: int) -> Row:
     return gain
 
 
-# -- rivals: what a user would write for int8 in blocks of 128, and bitsandbytes' nf4 in blocks of 64 ----------------
+# -- competitors: what a user would write for int8 in blocks of 128, and bitsandbytes' nf4 in blocks of 64 -----------
 
 
 def plain_encode(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,7 +164,7 @@ def of_bitsandbytes() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return encode, functional.dequantize_4bit
 
 
-RIVALS: dict[str, Callable[[], tuple[Callable[..., Any], Callable[..., Any]]]] = {
+COMPETITORS: dict[str, Callable[[], tuple[Callable[..., Any], Callable[..., Any]]]] = {
     "eager torch int8": lambda: (plain_encode, plain_decode),
     "torch.compile int8": lambda: (torch.compile(plain_encode), torch.compile(plain_decode)),
     "bitsandbytes nf4": of_bitsandbytes,
@@ -172,18 +172,18 @@ RIVALS: dict[str, Callable[[], tuple[Callable[..., Any], Callable[..., Any]]]] =
 """Names, and what makes each one's encode and decode."""
 
 
-def rivals(x: Tensor, compiled: bool, rounds: int, clock: Callable[[], float]) -> list[Row]:
+def competitors(x: Tensor, compiled: bool, rounds: int, clock: Callable[[], float]) -> list[Row]:
     rows: list[Row] = []
-    for name, make in RIVALS.items():
+    for name, make in COMPETITORS.items():
         if compiled or "compile" not in name:
             try:
-                rows.append({"codec": name, **rival(*make(), x, max(3, rounds // 2), clock)})
+                rows.append({"codec": name, **competitor(*make(), x, max(3, rounds // 2), clock)})
             except Exception as error:  # torch.compile needs a C++ compiler, bitsandbytes may not be there
                 rows.append({"codec": name, "error": str(error).strip().splitlines()[-1][:100]})
     return rows
 
 
-def rival(
+def competitor(
     encode: Callable[..., Any], decode: Callable[..., Any], x: Tensor, rounds: int, clock: Callable[[], float]
 ) -> Row:
     copied, encoded = torch.empty_like(x), encode(x)
@@ -201,7 +201,7 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=64, help="MB of fp32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="16 MB, few rounds")
-    parser.add_argument("--no-compile", action="store_true", help="leave the torch.compile rival out")
+    parser.add_argument("--no-compile", action="store_true", help="leave the torch.compile competitor out")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
@@ -221,16 +221,16 @@ def main() -> int:
     names = split_specs(given.codecs) if given.codecs else [*nc.list_codecs(), *VARIANTS]
     for spec in track(names, "codecs", console=console, transient=True):
         results["codecs"].append(measure(spec, x, sources, rounds, clock))
-    with console.status("small tensors, rivals, threads"):
+    with console.status("small tensors, competitors, threads"):
         small = small_tensors(names, x[:SMALL].clone(), rounds)
         for row in results["codecs"]:
             row["small"] = small[row["codec"]]
             row["over"] = [what for what, value, limit in limits(row["codec"], row) if value > limit]
-        results["rivals"] = rivals(x, not given.no_compile, rounds, clock)
+        results["competitors"] = competitors(x, not given.no_compile, rounds, clock)
         chosen = [spec for spec in names if spec in THREADED or given.codecs]
         results["two threads"] = [two_threads(spec, x, rounds) for spec in chosen] if os.cpu_count() != 1 else []
 
-    console.print(pretty(results["codecs"]), pretty_rivals(results["rivals"]))
+    console.print(pretty(results["codecs"]), pretty_competitors(results["competitors"]))
     for line in rest(results):
         console.print(line, highlight=False)
     if given.json:

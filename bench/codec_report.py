@@ -25,10 +25,10 @@ def cells(row: Row) -> list[str]:
     return [*parts, verdict(row)]
 
 
-RIVAL_HEAD = ("rival", "B/elem", "dB Gauss", "enc GB/s", "xcopy", "dec GB/s", "xcopy")
+COMPETITOR_HEAD = ("competitor", "B/elem", "dB Gauss", "enc GB/s", "xcopy", "dec GB/s", "xcopy")
 
 
-def rival_cells(row: Row) -> list[str]:
+def competitor_cells(row: Row) -> list[str]:
     times = [cell for what in OPERATIONS for cell in (f"{row[what]['GB/s']:.2f}", f"{row[what]['xcopy']:.2f}")]
     return [row["codec"], f"{row['bytes']:.4f}", f"{row['sqnr']:.1f}", *times]
 
@@ -39,9 +39,9 @@ def verdict(row: Row) -> str:
 
 def rest(results: Row) -> Iterator[str]:
     """The lines below the table."""
-    for row in results["rivals"]:
+    for row in results["competitors"]:
         if "error" in row:
-            yield f"rival {row['codec']}: did not run ({row['error']})"
+            yield f"competitor {row['codec']}: did not run ({row['error']})"
     for row in results["two threads"]:
         both = [f"{what} {row[what]:.2f}x" for what in OPERATIONS]
         yield f"two threads over one, {row['codec']}: {', '.join(both)} ({verdict(row)})"
@@ -54,8 +54,8 @@ def markdown(results: Row) -> str:
     lines = ["# Codecs on the CPU", "", *(f"- {key}: {value}" for key, value in results["machine"].items()), ""]
     lines += ["| " + " | ".join(HEAD) + " |", "|---|" + "---:|" * (len(HEAD) - 2) + "---|"]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in results["codecs"]]
-    lines += ["", "| " + " | ".join(RIVAL_HEAD) + " |", "|---|" + "---:|" * (len(RIVAL_HEAD) - 1)]
-    lines += ["| " + " | ".join(rival_cells(row)) + " |" for row in results["rivals"] if "error" not in row]
+    lines += ["", "| " + " | ".join(COMPETITOR_HEAD) + " |", "|---|" + "---:|" * (len(COMPETITOR_HEAD) - 1)]
+    lines += ["| " + " | ".join(competitor_cells(row)) + " |" for row in results["competitors"] if "error" not in row]
     return "\n".join([*lines, "", *(f"- {line}" for line in rest(results)), ""])
 
 
@@ -68,11 +68,11 @@ def pretty(rows: list[Row]) -> Table:
     return table
 
 
-def pretty_rivals(rows: list[Row]) -> Table:
+def pretty_competitors(rows: list[Row]) -> Table:
     table = Table()
-    for name in RIVAL_HEAD:
-        table.add_column(name, justify="left" if name == "rival" else "right")
+    for name in COMPETITOR_HEAD:
+        table.add_column(name, justify="left" if name == "competitor" else "right")
     for row in rows:
         if "error" not in row:
-            table.add_row(*rival_cells(row))
+            table.add_row(*competitor_cells(row))
     return table

@@ -60,8 +60,8 @@ def width_tables(bits: int, sources: dict[str, Tensor]) -> dict[tuple[int, str],
 
 def net_table(nets: dict[int, dict[tuple[int, str], float]]) -> None:
     """Every width's net dB, relative to its default; and the best configuration."""
-    rivals = ((32, "bf16"), (64, "bf16"), (128, "bf16"), (128, "fp32"), (32, "e8m0"))
-    head = " | ".join(f"{block} {scale}" for block, scale in rivals)
+    competitors = ((32, "bf16"), (64, "bf16"), (128, "bf16"), (128, "fp32"), (32, "e8m0"))
+    head = " | ".join(f"{block} {scale}" for block, scale in competitors)
     print(f"| bits | default | net dB | best | gain of the best | {head} |")
     print("|---:|---|---:|---|---:|---:|---:|---:|---:|---:|")
     for bits, net in nets.items():
@@ -69,14 +69,14 @@ def net_table(nets: dict[int, dict[tuple[int, str], float]]) -> None:
         scale = SCALES[int(codec.format.scale) - 1]
         base = net[codec.format.block, scale]
         best = max(net, key=lambda key: net[key])
-        shown = " | ".join(f"{net[key] - base:+.2f}" for key in rivals)
+        shown = " | ".join(f"{net[key] - base:+.2f}" for key in competitors)
         choice = f"{best[0]} {best[1]} | {net[best] - base:+.2f}"
         print(f"| {bits} | {codec.block} {scale} | {base:.2f} | {choice} | {shown} |")
     print()
 
 
 def symmetric(bits: int, block: int, scale_dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The rival: codes from -(2**(bits-1) - 1) to 2**(bits-1) - 1 and a positive scale, in plain torch."""
+    """The competitor: codes from -(2**(bits-1) - 1) to 2**(bits-1) - 1 and a positive scale, in plain torch."""
     top = 2 ** (bits - 1) - 1
 
     def both_ways(x: Tensor) -> Tensor:
@@ -94,10 +94,10 @@ def signed_gain(sources: dict[str, Tensor]) -> None:
     print("|---|" + "---:|---:|---:|" * len(sources))
     for bits in WIDTHS[1:]:
         codec = nc.codec(f"int{bits}")
-        rival = symmetric(bits, codec.format.block, torch.bfloat16 if bits <= 4 else torch.float32)
+        competitor = symmetric(bits, codec.format.block, torch.bfloat16 if bits <= 4 else torch.float32)
         cells = []
         for x, ours in zip(sources.values(), measured(codec.spec, sources), strict=True):
-            theirs = sqnr(x, rival(x))
+            theirs = sqnr(x, competitor(x))
             cells.append(f"{theirs:.2f} | {ours:.2f} | {ours - theirs:+.2f}")
         print(f"| int{bits} | " + " | ".join(cells) + " |")
     print()

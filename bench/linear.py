@@ -1,4 +1,4 @@
-"""Linear on encoded rows on the CPU, beside its rivals in the same run; a small decoder; and what quantizing costs.
+"""Linear on encoded rows on the CPU, beside competitors in the same run; a small decoder; and what quantizing costs.
 
     PYTHONPATH=src:bench python bench/linear.py              11008x4096 and its relatives, batch 1, 1 and 2 threads
     ... --batches 1,2,8,32  --shapes 11008x4096  --threads 1,2  --dtype bfloat16  --quick  --no-compile
@@ -108,9 +108,9 @@ def verdicts(layer: Row) -> Iterator[str]:
         return
     ms = {row["name"]: row["ms"] for row in layer["rows"]}
     int8, int4 = ms["narrowcast int8:block=row"], ms["narrowcast int4"]
-    for rival in ("aten int8pack", "torchao int8, compiled", "torchao int8, eager"):
-        if rival in ms:
-            yield f"int8 {ms[rival] / int8:.2f}x as fast as {rival} (target: over 1)"
+    for competitor in ("aten int8pack", "torchao int8, compiled", "torchao int8, eager"):
+        if competitor in ms:
+            yield f"int8 {ms[competitor] / int8:.2f}x as fast as {competitor} (target: over 1)"
     yield f"int8 {ms['F.linear float32'] / int8:.2f}x as fast as fp32 (target 3.3)"
     yield f"int4 {int8 / int4:.2f}x, in blocks of 128 {int8 / ms['narrowcast int4:block=128']:.2f}x int8 (target 1.5)"
 
@@ -277,7 +277,7 @@ def main() -> int:
     if given.convert_one:
         print(json.dumps(convert_one(given.convert_one)))
         return 0
-    results: Row = {"machine": facts(x=f"{given.dtype}; rivals in int8 and int4 take bfloat16")}
+    results: Row = {"machine": facts(x=f"{given.dtype}; competitors in int8 and int4 take bfloat16")}
     console.print(*(f"{key}: {value}" for key, value in results["machine"].items()), sep="\n", highlight=False)
     if given.shapes:
         results["layers"] = layers(given)

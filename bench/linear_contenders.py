@@ -120,11 +120,11 @@ def contenders(weight: Tensor, compiled: bool) -> Iterator[Contender]:
     yield from readers(weight)
     for make in makers:
         try:
-            rival = make()
-            rival.call(torch.randn(1, weight.shape[1]).to(rival.dtype), 0)
+            competitor = make()
+            competitor.call(torch.randn(1, weight.shape[1]).to(competitor.dtype), 0)
         except Exception as error:
-            print(f"a rival did not run: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}")
+            print(f"a competitor did not run: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}")
         else:
-            yield rival
+            yield competitor
     for spec in OURS:
         yield ours(weight, spec)

@@ -1,4 +1,4 @@
-"""Training over slow links: a byte-level GPT under DDP, four ranks, compressed gradients beside their rivals.
+"""Training over slow links: a byte-level GPT under DDP, four ranks, compressed gradients beside competitors.
 
     python bench/training.py --out bench/results            all of it, as root: tables, training.{md,json,png}; hours
     ... --only speed,quality,memory,report                  parts; `report` writes tables and plots of what is there
@@ -46,7 +46,7 @@ import training_report  # noqa: E402
 from machine import sentence  # noqa: E402
 from narrowcast.byte_gpt import GPTConfig  # noqa: E402
 from narrowcast.netlab.tcp import choose  # noqa: E402
-from training_rivals import METHODS  # noqa: E402
+from training_methods import METHODS  # noqa: E402
 
 RANKS = 4
 MODELS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
 from narrowcast.netlab import read
-from training_rivals import METHODS, Method, attach, tensors_in
+from training_methods import METHODS, Method, attach, tensors_in
 
 HELD_OUT_WINDOWS = 512
 SETTLING = 3

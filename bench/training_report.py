@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from training_rivals import METHODS
+from training_methods import METHODS
 
 Cells = dict[str, Any]
 FASTER = {("100mbit", "int8"): 3.3, ("100mbit", "int4+EF"): 5.0, ("1gbit", "int8"): 1.5}
@@ -199,12 +199,14 @@ def race_section(cells: Cells, model: str) -> list[str]:
     ]
     for number, above in enumerate(ABOVE):
         times = {name: each[number] for name, each in arrivals.items() if each[number] is not None}
-        ours = {name: t for name, t in times.items() if not METHODS[name].rival}
-        rivals = {name: t for name, t in times.items() if METHODS[name].rival}
-        if ours and rivals:
-            best, rival = min(ours, key=ours.__getitem__), min(rivals, key=rivals.__getitem__)
-            how = "ahead of every rival" if ours[best] < rivals[rival] else "BEHIND the best rival"
-            lines.append(f"- {above:+.0%}: {best} in {ours[best]:.0f} s, {how} ({rival}, {rivals[rival]:.0f} s)")
+        ours = {name: t for name, t in times.items() if not METHODS[name].competitor}
+        competitors = {name: t for name, t in times.items() if METHODS[name].competitor}
+        if ours and competitors:
+            best, competitor = min(ours, key=ours.__getitem__), min(competitors, key=competitors.__getitem__)
+            how = "ahead of every competitor" if ours[best] < competitors[competitor] else "BEHIND the best competitor"
+            lines.append(
+                f"- {above:+.0%}: {best} in {ours[best]:.0f} s, {how} ({competitor}, {competitors[competitor]:.0f} s)"
+            )
     return [*lines, ""]
 
 

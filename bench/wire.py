@@ -41,6 +41,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 import narrowcast as nc  # noqa: E402
+import pictures  # noqa: E402
 from data import sqnr  # noqa: E402
 from machine import sentence  # noqa: E402
 from narrowcast import distributed as ncd  # noqa: E402
@@ -222,27 +223,30 @@ def markdown(results: list[dict[str, Any]]) -> str:
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
     """Time against bytes, and against ranks."""
-    import matplotlib
+    figure, (left, right) = pictures.canvas(1, 2, size=(11, 4.4))
+    for axes, key in ((left, "megabytes"), (right, "ranks")):
+        ends = {}
+        for name in ("fp32", "bf16", "gather8", "int8", "int4"):
+            points = [(r[key], r["ms"]) for r in results if r["name"] == name and _shown(r, key)]
+            if points:
+                points = sorted(dict(points).items())
+                pictures.line(axes, *zip(*points, strict=True), name)
+                ends[name] = points[-1]
+        if key == "megabytes":
+            axes.set(xscale="log", yscale="log", xlabel="MB of fp32", ylabel="ms")
+            pictures.plain_ticks(axes.xaxis), pictures.plain_ticks(axes.yaxis)
+            pictures.title(axes, "all_reduce, 4 ranks, 1 Gbit/s")
+        else:
+            axes.set(xlabel="ranks", ylabel="ms", ylim=0)
+            pictures.title(axes, "all_reduce of 32 MB, 1 Gbit/s")
+        pictures.name_right(figure, axes, ends)
+    pictures.save(figure, path)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
-    for name in ("fp32", "bf16", "gather8", "int8", "int4"):
-        sizes = [r for r in results if r["scenario"] == "growing-bytes" and r["name"] == name]
-        left.loglog([r["megabytes"] for r in sizes], [r["ms"] for r in sizes], "o-", label=name)
-        ranks = [
-            r for r in results if r["name"] == name and r["megabytes"] == 32 and r["rate"] == 1e9 and not r["delay"]
-        ]
-        ranks = sorted({r["ranks"]: r for r in ranks}.values(), key=lambda r: r["ranks"])
-        right.plot([r["ranks"] for r in ranks], [r["ms"] for r in ranks], "o-", label=name)
-    left.set(xlabel="MB of fp32", ylabel="ms", title="all_reduce, 4 ranks, 1 Gbit/s")
-    right.set(xlabel="ranks", ylabel="ms", title="all_reduce of 32 MB, 1 Gbit/s", ylim=0)
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def _shown(row: dict[str, Any], key: str) -> bool:
+    if key == "megabytes":
+        return bool(row["scenario"] == "growing-bytes")
+    return bool(row["megabytes"] == 32 and row["rate"] == 1e9 and not row["delay"])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""bench/training.py: its arithmetic, its memory of what is done, and the one rival that is written anew."""
+"""bench/training.py: its arithmetic, its memory of what is done, and the one competitor that is written anew."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import ranks
 
 import training_report as report
 from training import Results, write
-from training_rivals import METHODS, attach
+from training_methods import METHODS, attach
 
 SETTINGS = {"steps": 100, "batch": 1, "ranks": 4, "rounds": 1, "turn": 1, "config": {"context": 8}}
 
@@ -84,10 +84,10 @@ def test_plain_steps_of_a_warm_up_take_as_long_as_fp32() -> None:
     assert report.spent("PowerSGD 4", 5, 100, seconds) == 50
 
 
-def test_the_race_names_the_first_and_whether_it_is_a_rival() -> None:
+def test_the_race_names_the_first_and_whether_it_is_a_competitor() -> None:
     text = "\n".join(report.race_section(cells(), "small"))
     # 5% above 2.0 is 2.1: int4 is there 30/37 of the way from its point at 50 steps to that at 100, at 1 second a step.
-    assert "+5%: int4+EF in 91 s, ahead of every rival (PowerSGD 4, 255 s)" in text
+    assert "+5%: int4+EF in 91 s, ahead of every competitor (PowerSGD 4, 255 s)" in text
     assert "| int4+EF | 77 | 91 | 99 | not reached |" in text
 
 
@@ -112,7 +112,7 @@ def test_what_is_done_is_not_done_again_unless_it_failed_or_was_done_otherwise(t
     assert Results(path, again=True).missing("a", {"steps": 1})
 
 
-# -- the rival ---------------------------------------------------------------------------------------------------------
+# -- the competitor ----------------------------------------------------------------------------------------------------
 
 
 def _gradient(rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ from running import run, started
 import narrowcast as nc
 from ports import free_port
 
-PROGRAMS = {"cd", "git", "make", "narrowcast", "python", "torchrun"}
+PROGRAMS = {"cd", "git", "make", "narrowcast", "pip", "python", "torchrun"}
 
 # A pattern, what is run in its place, and why. They apply in turn, to a line without its comment.
 SMALLER = [
@@ -37,6 +37,16 @@ SMALLER = [
         r"^git clone <repository>",
         r"git clone --depth 1 file://$PWD/.repository/narrowcast",
         "the address is the reader's; the clone is of this repository",
+    ),
+    (
+        r"^pip wheel (.*) --wheel-dir \S+",
+        r"pip install \1",
+        "compiling takes minutes; what can be installed can be made a wheel of",
+    ),
+    (
+        r"^pip install (.*)$",
+        r"python -m pip install --dry-run --no-index --no-build-isolation --quiet \1",
+        "nothing is fetched or changed: what the line names is there or installed already, and its options exist",
     ),
     (
         r"^(torchrun --nnodes 2 --nproc-per-node) \d+ (.*) host0:29500 (.*)$",
@@ -102,7 +112,7 @@ def script_of(text: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A clone as far as pages name its parts, with a small Llama under each name that it has there, and other files."""
-    for name in ("CMakeLists.txt", "Makefile", "bench", "examples", "pyproject.toml", "src"):
+    for name in ("CMakeLists.txt", "LICENSE", "Makefile", "README.md", "bench", "examples", "pyproject.toml", "src"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".repository").mkdir()
     (tmp_path / ".repository" / "narrowcast").symlink_to(ROOT)
@@ -175,6 +185,14 @@ def test_a_line_that_fails_ends_the_block_with_its_words(tmp_path: Path) -> None
         run(script_of("cd nowhere && make first\nmake first"), tmp_path)
     run(script_of("make first"), tmp_path)
     assert not (tmp_path / "first").exists()
+
+
+def test_a_pip_line_changes_nothing_and_fails_where_its_option_or_package_does_not_exist(tmp_path: Path) -> None:
+    dry = "python -m pip install --dry-run --no-index --no-build-isolation --quiet"
+    assert script_of("pip wheel . --no-deps --wheel-dir wheels") == f"{dry} . --no-deps || exit"
+    for line, words in (("pip install .", "pyproject.toml"), ("pip install --no-indx torch", "no such option")):
+        with pytest.raises(AssertionError, match=words):
+            run(script_of(line), tmp_path)
 
 
 def test_what_does_not_end_is_killed_with_all_that_it_started(tmp_path: Path) -> None:

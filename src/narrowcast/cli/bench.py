@@ -12,8 +12,8 @@ from narrowcast.cli.shared.scripts import FORWARDING, ForwardingCommand, run_scr
 SCRIPTS = {
     "codec": ("Every codec on the CPU: bytes, error and time, beside a plain copy.", "--quick --codecs int8,int4"),
     "wire": ("all_reduce on links of a known rate, beside gloo's own. Needs root.", "--only slow --out results"),
-    "training": ("DDP over slow links, beside its rivals: time and loss. Needs root; hours.", "--only speed"),
-    "linear": ("Linear layers on encoded weights on the CPU, beside rivals.", "--quick --batches 1,8"),
+    "training": ("DDP over slow links, beside competitors: time and loss. Needs root; hours.", "--only speed"),
+    "linear": ("Linear layers on encoded weights on the CPU, beside competitors.", "--quick --batches 1,8"),
     "grids": ("Which grid of levels suits which numbers: signal to noise.", "--numel 65536"),
 }
 

@@ -1,7 +1,7 @@
 """The ways to add up gradients that bench/training.py compares: a name each, and one function that sets any of them up.
 
 `attach(method, model, warmup_steps)` wraps a model in DDP and returns it with the state of its compression, None where
-there is none. Every rank must call it alike. Rivals run as their authors meant them, with what gloo takes to run them:
+there is none. Every rank must call it alike. Competitors run as their authors meant them, as far as gloo runs them:
 
 - PowerSGD gets one bucket, since its hook mixes up the collectives of several. Its first tenth of the steps is plain,
   as its documentation suggests; "at once" starts it after two.
@@ -40,7 +40,7 @@ class Method:
     rank: int = 0
     warmup: float = 0.0
     """The share of the steps that run uncompressed."""
-    rival: bool = False
+    competitor: bool = False
     timed_as: str = ""
     """The method that takes as long for a step after the warm-up, where it is not timed itself."""
 
@@ -56,12 +56,12 @@ def _narrowcast(codec: str, error_feedback: bool, warmup: float = 0.0) -> Method
 METHODS = {
     method.name: method
     for method in (
-        Method("fp32", "plain", rival=True),
-        Method("fp16 hook", "fp16", rival=True),
-        Method("PowerSGD 1", "powersgd", rank=1, warmup=0.1, rival=True),
-        Method("PowerSGD 4", "powersgd", rank=4, warmup=0.1, rival=True),
-        Method("PowerSGD 4 at once", "powersgd", rank=4, rival=True, timed_as="PowerSGD 4"),
-        Method("per-tensor hook", "per_tensor", rival=True),
+        Method("fp32", "plain", competitor=True),
+        Method("fp16 hook", "fp16", competitor=True),
+        Method("PowerSGD 1", "powersgd", rank=1, warmup=0.1, competitor=True),
+        Method("PowerSGD 4", "powersgd", rank=4, warmup=0.1, competitor=True),
+        Method("PowerSGD 4 at once", "powersgd", rank=4, competitor=True, timed_as="PowerSGD 4"),
+        Method("per-tensor hook", "per_tensor", competitor=True),
         _narrowcast("int8", False),
         _narrowcast("int8", True),
         _narrowcast("int4", True),

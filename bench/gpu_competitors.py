@@ -1,4 +1,4 @@
-"""The rivals of bench/gpu_linear.py, which runs this with --rivals and --end-to-end: one layer, and a 7B model.
+"""Other libraries' layers for bench/gpu_linear.py (--competitors), and a decoder of 7B shape (--end-to-end).
 
 Packages are taken from where Python finds them (unpacked wheels of torchao, bitsandbytes and gemlite on PYTHONPATH will
 do); one that cannot run is reported with its reason, never left out silently.
@@ -77,7 +77,7 @@ def gemlite_int4(n: int, k: int, x: Tensor) -> tuple[Layer, int]:
     return lambda i: made[i](x), len(made)
 
 
-RIVALS = {
+COMPETITORS = {
     "seed int8, compiled": (seed_int8, 1.0),
     "torchao int8, compiled": (torchao_int8, 1.0),
     "gemlite int8": (gemlite_int8, 1.0),
@@ -86,13 +86,13 @@ RIVALS = {
 }
 
 
-def rivals(
+def competitors(
     shapes: tuple[tuple[int, int], ...], time: Callable[[Layer, int], float], limit: float
 ) -> list[dict[str, object]]:
-    """Times of every rival that runs here at batch 1."""
+    """Times of every competitor that runs here at batch 1."""
     found: list[dict[str, object]] = []
-    for name, (n, k) in itertools.product(RIVALS, shapes):
-        make, size = RIVALS[name]
+    for name, (n, k) in itertools.product(COMPETITORS, shapes):
+        make, size = COMPETITORS[name]
         x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
         try:
             run, count = make(n, k, x)
