@@ -1,13 +1,15 @@
 """A byte-level GPT learns Python from the standard library's source, with gradients sent in a few bits.
 
     torchrun --nproc-per-node 4 examples/ddp_train.py [--codec int4] [--steps 200] [--folder run]
-    torchrun --nproc-per-node 4 --max-restarts 3 examples/ddp_train.py --folder run   # goes on when a rank is killed
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 4 --max-restarts 3 --rdzv-backend c10d \
+        --rdzv-endpoint localhost:29500 examples/ddp_train.py --folder run     # goes on when a rank is killed
     python examples/ddp_train.py        # the same with one process, which sends nothing
 
 `--codec` takes any codec, "auto" to let narrowcast measure the link and choose, or "none". With `--folder`, there is a
 checkpoint every `--save-every` steps and at the end: the first rank saves the model and the optimizer, and every rank
 its residuals. The next call, or the ranks that torchrun starts again, resume from the last one, bit for bit on as many
-ranks. On another number of ranks residuals are re-dealt.
+ranks. On another number of ranks residuals are re-dealt. (Without that variable torch 2.13 gives ranks that are started
+again the store of before, and they look for each other where they were.)
 """
 
 import argparse

@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,40 @@ def test_a_model_trains_on_two_ranks_and_resumes_where_it_stopped(tmp_path: Path
     assert losses(whole) == losses(part) + losses(resumed)
     # int4 in place of fp32 is 32/4.25 of the weights; what is exempt and the headers take from it.
     assert 5 < float(whole[-3].rpartition(" ")[2].rstrip("x")) < 7.6
+
+
+@pytest.mark.timeout(100)
+def test_torchrun_starts_ranks_again_when_one_is_killed_and_they_resume(tmp_path: Path) -> None:
+    options = [*SMALL, "--steps", "80", "--save-every", "3"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--monitor-interval", "0.2"]
+    command = [*torchrun, str(EXAMPLES / "ddp_train.py"), *options, "--folder", str(tmp_path / "run")]
+    variables = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or torch's own groups read old addresses
+    said: list[str] = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=variables
+    ) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            said.append(line.rstrip())
+            if line.startswith("step     8 ") and not any(each.startswith("resumed") for each in said):
+                os.kill(worker_of(running.pid, "1"), signal.SIGKILL)
+    assert running.returncode == 0
+    resumed = next(i for i, line in enumerate(said) if line.startswith("resumed after step"))
+    step = int(said[resumed].split()[-1])
+    whole = losses(lines_of("ddp_train.py", *options)[0])
+    assert losses(said[resumed:]) == whole[step:]
+
+
+def worker_of(parent: int, rank: str) -> int:
+    """The process of a rank that torchrun started."""
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"PPid:\t{parent}\n" in (each / "status").read_text():
+                variables = (each / "environ").read_bytes().split(b"\0")
+                if f"RANK={rank}".encode() in variables:
+                    return int(each.name)
+    raise AssertionError(f"torchrun has no worker of rank {rank}")
 
 
 def test_a_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
