@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
@@ -14,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.gradients import ddp
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.options import Exempt, Mode, Schedule, one_dimensional
+from narrowcast.distributed.gradients.momentum import MomentumOptimizer
+from narrowcast.distributed.gradients.options import Exempt, Mode, one_dimensional
+from narrowcast.distributed.gradients.timetable import Refresh, Schedule
 from narrowcast.errors import ModelKindError, SpecError
 
 
@@ -29,6 +32,10 @@ def compress_gradients(
     gather: AnyCodec | None = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     seed: int | None = None,
+    momentum: MomentumOptimizer | None = None,
+    warmup_codec: AnyCodec | Literal["default"] | None = "default",
+    refresh: Refresh = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> GradientCompression:
     """Compress the gradients of a DDP or FSDP2 model from the next backward on. Every rank calls it alike.
 
@@ -45,6 +52,7 @@ def compress_gradients(
     """
     trainer: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     sharded = _sharded(trainer)
+    _refuse(sharded and momentum is not None, "momentum", _NO_MOMENTUM)
     if not sharded:
         _check_ddp(model, trainer)
         _refuse(gather is not None, f"gather={gather!r}", _NO_GATHER)
@@ -57,6 +65,10 @@ def compress_gradients(
         process_group=process_group if sharded or process_group is not None else _group_of(trainer),
         model=trainer if sharded else trainer.module,
         seed=seed,
+        momentum=momentum,
+        warmup_codec=warmup_codec,
+        refresh=refresh,
+        scaler=scaler,
     )
     if sharded:
         from narrowcast.distributed.gradients import fsdp
@@ -67,6 +79,10 @@ def compress_gradients(
     return state
 
 
+_NO_MOMENTUM = (
+    "under FSDP2 a rank holds the momentum of its shards alone, and to send its own it would need the momentum of the "
+    "whole model. Use DistributedDataParallel, or leave momentum= out."
+)
 _NO_GATHER = (
     "DistributedDataParallel keeps all parameters on every rank and gathers none. Leave it out, or use fully_shard."
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,24 +24,15 @@ from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.encoder import derive_seed, lossless
 from narrowcast.distributed.gradients import state as saved
 from narrowcast.distributed.gradients.layout import ChunkLayout
-from narrowcast.distributed.gradients.options import (
-    Exempt,
-    Mode,
-    Schedule,
-    codec_of,
-    mode_of,
-    one_dimensional,
-    schedule_of,
-    scheduled,
-    spoken,
-    steps_of,
-)
+from narrowcast.distributed.gradients.momentum import MomentumOptimizer, momentum_of
+from narrowcast.distributed.gradients.options import Exempt, Mode, codec_of, mode_of, one_dimensional, spoken
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.parameters import Parameters
 from narrowcast.distributed.gradients.redistribution import Redistribution, for_other_ranks, without_residuals
 from narrowcast.distributed.gradients.reduction import Bucket, Reduction
 from narrowcast.distributed.gradients.residuals import Holder, Residuals, holder_among
 from narrowcast.distributed.gradients.stats import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log
+from narrowcast.distributed.gradients.timetable import Refresh, Schedule, Timetable, Travel
 from narrowcast.distributed.meshes import Given, everyone_in, meet_hosts, ranks_in, size_of
 from narrowcast.distributed.planning.planner import Plan, choose_codec
 from narrowcast.distributed.protocols import mesh
@@ -58,13 +49,16 @@ class GradientCompression:
       precise one that is about as fast as any, or none where the network is fast enough (`plan` says why). None: none.
     - `error_feedback`: keep what quantization loses, and send it along in the next step. True: at the sender and at
       the owner of a sum; "owner": there only, in 1/ranks of the memory; False. By default, on below 8 bits.
-    - `warmup_steps`: so many first steps go uncompressed.
+    - `warmup_steps`: so many first steps travel in `warmup_codec`: uncompressed by default, with `momentum` in int8.
     - `schedule(step)`: the codec of a step after those, in place of `codec`; None for no compression. It is called for
       the first of them here already, so that one that cannot be is refused before training.
     - `exempt`: which parameters travel without loss: `(name, parameter) -> bool`, a regex or several (searched in the
       name), or None. By default those of one dimension. So do parameters with fewer elements than 128 a rank.
     - `model`: whose parameters they are; it gives residuals their names. Without it they are numbered as they come.
     - `seed`: of stochastic rounding; drawn from torch's generator by default.
+    - `momentum`: a `narrowcast.optim.AdamW`, whose momentum travels after the warm-up in place of gradients; its second
+      moment is then updated in the steps that `refresh` names alone: every so many, "growing", or None (timetable.py).
+      `scaler` is the GradScaler of the loss, if there is one.
     """
 
     def __init__(
@@ -78,6 +72,10 @@ class GradientCompression:
         process_group: Given = None,
         model: nn.Module | None = None,
         seed: int | None = None,
+        momentum: MomentumOptimizer | None = None,
+        warmup_codec: AnyCodec | Literal["default"] | None = "default",
+        refresh: Refresh = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self._auto, self._chosen = codec == "auto", False
         self.codec = None if codec is None or self._auto else codec_of(codec)
@@ -85,14 +83,15 @@ class GradientCompression:
         """Why "auto" chose what it did."""
         self._feedback = error_feedback
         self.error_feedback = mode_of(error_feedback, self.codec, schedule)
-        self.warmup_steps = steps_of(warmup_steps)
+        self.momentum = momentum_of(momentum, codec, schedule, scaler)
+        warmup_codec = ("int8" if self.momentum else None) if warmup_codec == "default" else warmup_codec
+        self.timetable = Timetable(warmup_steps, warmup_codec, schedule, refresh, self.momentum is not None)
         self.step = 0
         """The steps that are over."""
         self.process_group = process_group
         self.trainer: Callable[[], nn.Module | None] = lambda: None
         """The DistributedDataParallel that hands over the gradients, where it is known and alive."""
-        self._schedule = schedule_of(schedule)
-        self.codec_at(self.warmup_steps)  # so that a wrong one raises now, not in backward, when DDP has its only hook
+        self.travel_at(warmup_steps)  # so that a wrong schedule raises now, not in backward, when DDP has its only hook
         self.parameters = Parameters(model, exempt)
         self._seed = checks.seed(seed)
         self.layouts: dict[object, list[ChunkLayout]] = {}
@@ -153,34 +152,25 @@ class GradientCompression:
 
     def _use(self, codec: Codec | None, plan: Plan | None) -> None:
         self.codec, self.plan, self._chosen = codec, plan, True
-        self.error_feedback = mode_of(self._feedback, codec, self._schedule)
+        self.error_feedback = mode_of(self._feedback, codec, self.timetable.schedule)
         if self.residuals is not None and self.residuals.mode != self.error_feedback:
             self.residuals = None
 
     def _words(self) -> str:
         """What every rank must have in common."""
-        schedule = ", schedule" if self._schedule else ""
         auto = "auto, " if self._auto else "" if self.codec else "none, "
-        return (
-            f"{auto}error_feedback={self.error_feedback}, warmup_steps={self.warmup_steps}{schedule}, "
-            f"step={self.step}, {self.parameters}"
-        )
+        return f"{auto}error_feedback={self.error_feedback}, {self.timetable}, step={self.step}, {self.parameters}"
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
         """Whether torch's own collectives do all the work."""
-        return self.codec is None and self._schedule is None
+        return self.codec is None and self.timetable.schedule is None
 
-    def codec_at(self, step: int) -> tuple[Codec | None, str]:
-        """The codec of a step, or none and why."""
-        if step < self.warmup_steps:
-            return None, "warm-up"
-        if self._schedule is None:
-            return self.codec, ""
-        codec = scheduled(self._schedule, step)
-        return codec, "schedule" if codec is None else ""
+    def travel_at(self, step: int) -> Travel:
+        """What travels in a step, and in which codec."""
+        return self.timetable.at(step, self.codec)
 
     def outcome_of(self, first: bool) -> Outcome:
         """The outcome of the step under way, to which a bucket belongs; that of a new one with its `first`."""
@@ -192,7 +182,7 @@ class GradientCompression:
         self, bucket: Tensor, index: int, plain_bytes: int, lay_out: Callable[[bool], list[ChunkLayout]], step: int
     ) -> Reduction:
         """What a bucket of this step travels in. `lay_out(all_exempt)` says how it is cut."""
-        codec, reason = self.codec_at(step)
+        codec, reason, momentum = self.travel_at(step)
         layout = lay_out(codec is None)
         ranks = len(bucket) if bucket.dim() == 2 else 1  # exempt elements of a matrix are counted in columns
         exempt = ranks * sum(chunk.exempt_numel for chunk in layout)
@@ -200,7 +190,12 @@ class GradientCompression:
             codec, reason = None, "nothing to compress"
         stats = BucketStats(index, bucket.numel(), exempt, None if codec is None else codec.spec, reason, plain_bytes)
         probed = codec is not None and (step % PROBE_EVERY == 0 or self.counted.unprobed(stats))
-        return Reduction(codec or lossless(bucket.dtype), layout, stats, Probe() if probed else None, step)
+        probe = Probe() if probed else None
+        return Reduction(codec or lossless(bucket.dtype), layout, stats, probe, step, momentum and codec is not None)
+
+    def residuals_of(self, reduction: Reduction) -> Residuals | None:
+        """Those that a bucket of this step adds. What the momentum has left is no part of a gradient: it waits."""
+        return self.residuals if self.momentum is None or reduction.momentum else None
 
     def reduce(self, group: Group | Mesh, reduction: Reduction, bucket: Bucket, words: str) -> None:
         """Reduce a bucket here and now, in a job of the lane, and count what it costs."""
@@ -240,7 +235,7 @@ class GradientCompression:
 
     def __str__(self) -> str:
         """A line: in what gradients travel, and `stats()`."""
-        how = "schedule" if self._schedule else "auto" if self._auto else ""
+        how = "schedule" if self.timetable.schedule else "auto" if self._auto else ""
         return f"{spoken(self.codec, how, self._chosen, self.error_feedback)}: {self.stats()}"
 
     def log(self, writer: Any, step: int | None = None, prefix: str = "gradients/") -> None:
@@ -253,7 +248,8 @@ class GradientCompression:
         """All that the next step of this rank depends on: numbers, strings and tensors. Every rank has its own."""
         if self._loaded is not None:  # no step since
             return {**self._loaded, "step": self.step}
-        return saved.taken(self.step, self._seed, self.codec, self.error_feedback, self.residuals)
+        of_momentum = self.momentum is not None
+        return saved.taken(self.step, self._seed, self.codec, self.error_feedback, self.residuals, of_momentum)
 
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], residuals: Redistribution | None = None
@@ -265,9 +261,10 @@ class GradientCompression:
         """
         state = for_other_ranks(state, residuals, self.make_residuals is Residuals)
         saved.check(state)
+        saved.check_momentum(state, self.momentum is not None)
         codec = saved.codec_of(state) if self._auto else self.codec  # what was chosen then
         numels = self.parameters.numels | self.parameters.shares if self.parameters.named else None
-        saved.check_fits(state, mode_of(self._feedback, codec, self._schedule), self.residuals, numels)
+        saved.check_fits(state, mode_of(self._feedback, codec, self.timetable.schedule), self.residuals, numels)
         if self._auto:
             self._use(codec, self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])

@@ -7,7 +7,7 @@ meanwhile. A step is over with the bucket that DDP calls the last one of a backw
 # DDP reads the annotations of a hook: no `from __future__ import annotations` here.
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from narrowcast.distributed import arguments
 from narrowcast.distributed.gradients.compression import GradientCompression
 from narrowcast.distributed.gradients.hosted import HostBucket
 from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, check_cover, lay_out
+from narrowcast.distributed.gradients.momentum import FormedMomentum
 from narrowcast.distributed.gradients.options import numbers
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.reduction import Bucket, FlatBucket, Reduction
@@ -38,7 +39,11 @@ def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
         )
     like = next(parameter for parameter in ddp.parameters() if parameter.requires_grad)
     _check_mesh(state.process_group, ddp)
-    if size_of(state.process_group, "compress_gradients") > 1:
+    ranks = size_of(state.process_group, "compress_gradients")
+    if state.momentum is not None:
+        named = [(state.parameters.name_of(p), p) for p in ddp.parameters() if p.requires_grad]
+        state.momentum.watch((name, p) for name, p in named if state.parameters.travels_in_codec(p, ranks))
+    if ranks > 1:
         state.agree(state.process_group, like.detach())
     state.trainer = weakref.ref(ddp)
     ddp.register_comm_hook(state, gradient_hook)
@@ -66,7 +71,7 @@ def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.
     offsets = [int(gradient.storage_offset() - first) for gradient in bucket.gradients()]
     # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
     offsets = [offset * numbers(p) for offset, p in zip(offsets, parameters, strict=True)]
-    return average_bucket(state, buffer, parameters, offsets, bucket.index(), bucket.is_last())
+    return average_bucket(state, buffer, parameters, offsets, bucket.index(), bucket.is_last(), bucket.gradients())
 
 
 def average_bucket(
@@ -76,8 +81,12 @@ def average_bucket(
     offsets: Sequence[int],
     index: int,
     last: bool,
+    gradients: Sequence[Tensor] = (),
 ) -> torch.futures.Future[Tensor]:
-    """Average a bucket over all ranks, in place: a future of it. Offsets are counted in elements of the buffer."""
+    """Average a bucket over all ranks, in place: a future of it. Offsets are counted in elements of the buffer.
+
+    `gradients` are views of it in the shapes of the parameters; only the momentum is formed in them.
+    """
     if size_of(state.process_group, "compress_gradients") <= 1:
         return _alone(state, buffer, last)
     group = state.agree(state.process_group, buffer)
@@ -91,17 +100,39 @@ def average_bucket(
     with group.refusing("gradients"):
         reduction = state.prepare(buffer, index, plain_bytes, cut, state.step)
         outcome = state.outcome_of(index == 0)
-        given = buffer, reduction.layout, state.residuals, outcome, reduction.probe
+        residuals = state.residuals_of(reduction)
+        given = buffer, reduction.layout, residuals, outcome, reduction.probe
         bucket = HostBucket(*given, group) if isinstance(group, Mesh) else FlatBucket(*given)
-        future = _start(state, group, reduction, bucket, last)
+        formed = _form(state, reduction, parameters, gradients, group.size)
+        future = _start(state, group, reduction, bucket, last, formed)
     if last:
         state.clock.handed_over()
         state.step += 1
     return future
 
 
+def _form(
+    state: GradientCompression,
+    reduction: Reduction,
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    ranks: int,
+) -> FormedMomentum | None:
+    """What the gradients of a bucket become before they travel, but for exempt ones: the momentum, where it is due."""
+    if state.momentum is None or not reduction.momentum:
+        return None
+    both = zip(gradients, parameters, strict=True)
+    travelling = [(gradient, p) for gradient, p in both if state.parameters.travels_in_codec(p, ranks)]
+    return state.momentum.hand_over([gradient for gradient, _ in travelling], [p for _, p in travelling])
+
+
 def _start(
-    state: GradientCompression, group: Group | Mesh, reduction: Reduction, bucket: Bucket, last: bool
+    state: GradientCompression,
+    group: Group | Mesh,
+    reduction: Reduction,
+    bucket: Bucket,
+    last: bool,
+    formed: FormedMomentum | None,
 ) -> torch.futures.Future[Tensor]:
     index, outcome = reduction.stats.index, bucket.outcome
     if index == 0:
@@ -110,6 +141,8 @@ def _start(
         _raise_at_the_end(outcome)
 
     def job() -> list[Tensor]:
+        if formed is not None and outcome.error is None:
+            outcome.error = _error_of(formed.form)
         if outcome.error is None:
             # DDP waits for its buckets in order. An error is raised when the lane is done with all of them: DDP would
             # otherwise fill buffers for the next step that the lane still writes to.
@@ -117,6 +150,8 @@ def _start(
                 state.reduce(group, reduction, bucket, f"bucket {index}")
         else:
             group.give_up("gradients", outcome.error)
+        if formed is not None and outcome.error is None:
+            outcome.error = _error_of(formed.scale_back)
         if last and outcome.error is not None and not outcome.told:
             raise outcome.error
         outcome.complete = last and outcome.error is None
@@ -125,6 +160,14 @@ def _start(
     work = group.lane.start("gradients", job, [bucket.gradients], async_op=True)
     assert work is not None
     return work.get_future().then(_first)
+
+
+def _error_of(work: Callable[[], None]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
 
 
 def _raise_at_the_end(outcome: Outcome) -> None:
@@ -201,6 +244,8 @@ def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
 
 def _check(state: GradientCompression, bucket: dist.GradBucket) -> None:
     _check_join(state.trainer())
+    if state.momentum is not None:
+        state.momentum.check_fresh()
     if bucket.buffer().is_sparse:
         name = ", ".join(state.parameters.name_of(p) for p in bucket.parameters())  # DDP puts it in alone
         raise DtypeError(

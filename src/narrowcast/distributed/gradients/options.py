@@ -81,30 +81,6 @@ def spoken(codec: Codec | None, how: str, chosen: bool, feedback: Mode) -> str:
     return ("schedule" if how == "schedule" else spec) + FEEDBACK_WORDS[feedback]
 
 
-def steps_of(given: int) -> int:
-    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
-        raise SpecError(f"warmup_steps={given!r}: a number of steps, 0 or more.")
-    return given
-
-
-def schedule_of(given: Schedule | None) -> Schedule | None:
-    if given is not None and not callable(given):
-        raise SpecError(
-            f"schedule={given!r}: a function of the step that returns a codec, or None for no compression. For "
-            'example schedule=lambda step: "int8" if step < 1000 else "int4".'
-        )
-    return given
-
-
-def scheduled(schedule: Schedule, step: int) -> Codec | None:
-    """The codec that a schedule has for a step."""
-    given = schedule(step)
-    try:
-        return None if given is None else for_gradients(as_codec(given))
-    except SpecError as error:
-        raise SpecError(f"schedule(step={step}): {error}") from error
-
-
 def rule_of(exempt: Exempt) -> Callable[[str, Tensor], bool]:
     if exempt is None:
         return lambda name, parameter: False

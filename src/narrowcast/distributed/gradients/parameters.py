@@ -36,6 +36,11 @@ class Parameters:
         """Whether a parameter travels without loss in whatever codec, among so many ranks."""
         return self.exempts[name] or not is_worth_rows(numel, ranks)
 
+    def travels_in_codec(self, parameter: Tensor, ranks: int) -> bool:
+        """Whether a parameter is not exempt, among so many ranks."""
+        name = self.name_of(parameter)
+        return not self.is_exempt(name, self.numels[name], ranks)
+
     def __str__(self) -> str:
         """What every rank must have in common, in few words."""
         known = sorted((name, self.numels[name], exempt) for name, exempt in self.exempts.items())

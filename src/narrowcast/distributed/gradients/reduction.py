@@ -44,6 +44,8 @@ class Reduction:
     stats: BucketStats
     probe: Probe | None
     step: int
+    momentum: bool = False
+    """Whether the momentum travels, not gradients."""
 
 
 @dataclass

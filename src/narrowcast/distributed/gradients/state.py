@@ -20,7 +20,9 @@ VERSION = 1
 KEYS = {"version", "step", "seed", "codec", "error_feedback", "ranks", "rank", "sender", "owner"}
 
 
-def taken(step: int, seed: int, codec: Codec | None, mode: Mode, residuals: Residuals | None) -> dict[str, Any]:
+def taken(
+    step: int, seed: int, codec: Codec | None, mode: Mode, residuals: Residuals | None, of_momentum: bool
+) -> dict[str, Any]:
     """The state of a rank with these residuals."""
     if residuals is not None:
         residuals.settle_if_complete()
@@ -31,6 +33,7 @@ def taken(step: int, seed: int, codec: Codec | None, mode: Mode, residuals: Resi
         "seed": seed,
         "codec": None if codec is None else codec.spec,
         "error_feedback": mode,
+        "momentum": of_momentum,
         **asdict(Holder(0, 0) if residuals is None else residuals.holder),
         "sender": {name: sender for name, (sender, _) in named.items() if sender is not None},
         "owner": {name: owner for name, (_, owner) in named.items() if owner is not None},
@@ -51,6 +54,17 @@ def check(state: Mapping[str, Any]) -> None:
     for name, residual in (*state["sender"].items(), *state["owner"].items()):
         if not isinstance(residual, Tensor):
             raise StateDictError(f"state: the residual of {name} is a {type(residual).__name__}, and must be a tensor.")
+
+
+def check_momentum(state: Mapping[str, Any], here: bool) -> None:
+    """Raise if residuals are of the momentum, and gradients travel here, or the other way round."""
+    there = bool(state.get("momentum", False))  # a state from before the momentum could travel has no such key
+    if there != here and (state["sender"] or state["owner"]):
+        words = {True: "the momentum", False: "gradients"}
+        raise StateDictError(
+            f"state: holds residuals of {words[there]}, and {words[here]} travel here. Pass the same momentum= as in "
+            'the run that was saved, or start without residuals: load_state_dict(state, residuals="drop").'
+        )
 
 
 def codec_of(state: Mapping[str, Any]) -> Codec | None:

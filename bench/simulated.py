@@ -1,0 +1,192 @@
+"""What trains best for its bytes: codecs, error feedback, optimizers and the momentum, with simulated workers.
+
+    python bench/simulated.py feedback --device cuda --processes 6 --out bench/results      minutes on a GPU
+    python bench/simulated.py momentum --model tiny --steps 40                              to try it on a CPU
+
+`feedback` asks when error feedback helps: three optimizers, 8 to 1 bits, residuals kept whole, decayed or not at all.
+`momentum` asks how long the warm-up of a travelling momentum must be, and how its second moment is kept. `clipping`
+asks whether gradients are better clipped before they travel or after. Every way is trained at several learning rates,
+and counts at its best one. simulated_workers.py says what a simulated worker is. Results are kept as they come, in
+simulated.jsonl: a second call does only what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+
+import torch  # noqa: E402
+import torch.multiprocessing as multiprocessing  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import Progress  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from narrowcast.byte_gpt import GPTConfig  # noqa: E402
+from simulated_workers import Way, train  # noqa: E402
+
+MODELS: dict[str, tuple[GPTConfig, int]] = {
+    "large": (GPTConfig(layers=6, width=384, heads=6, context=128), 8),
+    "small": (GPTConfig(layers=4, width=128, heads=4, context=64), 4),
+    "tiny": (GPTConfig(layers=1, width=32, heads=2, context=32), 2),
+}
+"""Shape, and sequences a worker and step."""
+RATES = {"adamw": (5e-4, 1e-3, 2e-3), "sgd": (0.1, 0.3, 1.0), "muon": (5e-4, 1e-3, 2e-3)}
+
+
+def feedback_ways() -> Iterable[Way]:
+    """Every optimizer at every width, with and without feedback."""
+    for optimizer, rates in RATES.items():
+        for rate in rates:
+            yield Way(optimizer=optimizer, rate=rate)
+            for codec, feedback in itertools.product(("int8", "int4", "int3", "int2", "sign"), (0.0, 0.9, 0.95, 1.0)):
+                if codec != "int8" or feedback in (0.0, 1.0):
+                    yield Way(codec, optimizer, rate, feedback)
+
+
+def momentum_ways() -> Iterable[Way]:
+    """Warm-ups and refreshes, beside fp32 and the gradient in int8 and int4."""
+    for rate in RATES["adamw"]:
+        yield Way(rate=rate)
+        yield Way("int8", rate=rate)
+        yield Way("int4", rate=rate, feedback=1.0)
+        for warmup, refresh in itertools.product((0.05, 0.1, 0.2), (0, 16, 64, -1)):
+            yield Way("sign", rate=rate, feedback=1.0, warmup=warmup, refresh=refresh)
+        yield Way("sign", rate=rate, feedback=1.0, warmup=0.1, refresh=-1, warmup_codec="int4")
+        yield Way("int2", rate=rate, feedback=1.0, warmup=0.1, refresh=-1)
+
+
+def clipping_ways() -> Iterable[Way]:
+    for rate, clip in itertools.product(RATES["adamw"], ("", "before", "after")):
+        for codec, feedback in (("", 0.0), ("int4", 0.0), ("int4", 1.0), ("int2", 0.0), ("int2", 1.0)):
+            yield Way(codec, rate=rate, feedback=feedback, clip=clip)
+        yield Way("sign", rate=rate, feedback=1.0, warmup=0.1, refresh=-1, clip=clip)
+
+
+def trial_ways() -> Iterable[Way]:
+    for rate in (1e-3, 2e-3):
+        yield Way(rate=rate)
+        yield Way("int4", rate=rate, feedback=1.0)
+        for warmup in (0.05, 0.1, 0.2):
+            yield Way("sign", rate=rate, feedback=1.0, warmup=warmup)
+            for bound in (0.0, 1.0, 4.0):
+                yield Way("sign", rate=rate, feedback=1.0, warmup=warmup, scaled=True, bound=bound)
+
+
+QUESTIONS = {"trial": trial_ways, "feedback": feedback_ways, "momentum": momentum_ways, "clipping": clipping_ways}
+
+
+def _key(way: Way, settings: dict[str, Any]) -> str:
+    return json.dumps({**dataclasses.asdict(way), **settings}, sort_keys=True)
+
+
+def _work(ways: Any, results: Any, settings: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    config, batch = MODELS[settings["model"]]
+    while (way := ways.get()) is not None:
+        found = train(way, config, batch, settings["steps"], settings["workers"], settings["device"], lambda step: None)
+        results.put((way, found))
+
+
+def run(ways: list[Way], settings: dict[str, Any], processes: int, file: Path) -> dict[str, Any]:
+    """Train what is not in the file yet, some side by side; the results of all."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    known = {line["key"]: line["found"] for line in map(json.loads, lines)}
+    missing = [way for way in ways if _key(way, settings) not in known]
+    context = multiprocessing.get_context("spawn")
+    todo, results = context.Queue(), context.Queue()
+    for way in [*missing, *[None] * processes]:
+        todo.put(way)
+    workers = [context.Process(target=_work, args=(todo, results, settings), daemon=True) for _ in range(processes)]
+    for worker in workers if missing else ():
+        worker.start()
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress, file.open("a") as output:
+        task = progress.add_task("training", total=len(missing))
+        for _ in missing:
+            way, found = results.get()
+            key = _key(way, settings)
+            known[key] = found
+            output.write(json.dumps({"key": key, "found": found}) + "\n")
+            output.flush()
+            progress.advance(task)
+    return known
+
+
+def table(ways: list[Way], known: dict[str, Any], settings: dict[str, Any]) -> Table:
+    """Each way at its best rate, averaged over seeds, beside fp32 with the same optimizer and clipping."""
+    losses: dict[Way, dict[float, list[float]]] = {}
+    bits = {}
+    for way in ways:
+        found = known[_key(way, settings)]
+        plain = dataclasses.replace(way, rate=0.0, seed=0)
+        final = found["final"] if found["final"] == found["final"] else float("inf")
+        losses.setdefault(plain, {}).setdefault(way.rate, []).append(final)
+        bits[plain] = found["bits"]
+    best = {way: min((statistics.mean(finals), rate) for rate, finals in of.items()) for way, of in losses.items()}
+    shown = Table(
+        *(
+            "optimizer",
+            "codec",
+            "bits",
+            "feedback",
+            "clip",
+            "warm-up",
+            "refresh",
+            "scaled",
+            "best rate",
+            "loss",
+            "to fp32",
+        ),
+        title=f"{settings['model']}, {settings['steps']} steps, {settings['workers']} workers",
+    )
+    for way, (loss, rate) in best.items():
+        fp32 = best[Way(optimizer=way.optimizer, clip=way.clip, rate=0.0)][0]
+        warm = f"{way.warmup:.0%} {way.warmup_codec}" if way.momentum else ""
+        refresh = {0: "", -1: "growing"}.get(way.refresh, str(way.refresh)) if way.momentum else ""
+        cells = (
+            way.optimizer,
+            way.codec or "fp32",
+            f"{bits[way]:.2f}",
+            f"{way.feedback:g}",
+            way.clip,
+            warm,
+            refresh,
+            f"{way.scaled} {way.bound}",
+        )
+        shown.add_row(*cells, f"{rate:g}", f"{loss:.4f}", f"{loss / fp32 - 1:+.1%}")
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question", choices=QUESTIONS)
+    parser.add_argument("--model", choices=MODELS, default="large")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--only", default="", help="ways whose repr has all of these words, separated by commas")
+    parser.add_argument("--out", type=Path, default=Path("."))
+    options = parser.parse_args()
+    settings = {name: getattr(options, name) for name in ("model", "steps", "workers", "device")}
+    ways = [
+        dataclasses.replace(way, seed=seed) for seed in range(options.seeds) for way in QUESTIONS[options.question]()
+    ]
+    ways = [way for way in ways if not way.codec or all(word in repr(way) for word in options.only.split(","))]
+    options.out.mkdir(parents=True, exist_ok=True)
+    known = run(ways, settings, options.processes, options.out / "simulated.jsonl")
+    Console(width=130).print(table(ways, known, settings))
+
+
+if __name__ == "__main__":
+    main()

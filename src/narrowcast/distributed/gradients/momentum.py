@@ -1,0 +1,154 @@
+"""The momentum of AdamW, sent in place of gradients (1-bit Adam, arXiv 2102.02888).
+
+A rank's momentum after a step is beta1 m + (1 - beta1) g, with m the momentum that all ranks have in common and g its
+own gradient. The average of all ranks' is the next m. It changes slowly, and the optimizer divides it by a second
+moment that stays as it is: so one bit an element and error feedback are enough, where a gradient in one bit would spoil
+the second moment.
+
+A bucket is turned into the momentum before it travels, and DDP writes the average into `.grad`. The optimizer is told
+(`take_momentum`) that its next step finds the momentum there. Exempt parameters send gradients, and are stepped as
+usual.
+
+- `.grad` must be empty before a backward: two synchronized backwards without a step between them would put the momentum
+  into the momentum. That is noticed, and refused in the second one.
+- With a GradScaler, gradients are divided by its scale before they go in, and the average is multiplied with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import CollectiveError, SpecError
+
+
+class MomentumOptimizer(Protocol):
+    """What is asked of the optimizer: `narrowcast.optim.AdamW` is one."""
+
+    momentum_pending: set[Tensor]
+    """The parameters whose `.grad` is a momentum that no step has used yet."""
+    state: Any
+    param_groups: list[dict[str, Any]]
+
+    def momentum_of(self, parameter: Tensor) -> Tensor: ...
+    def beta1_of(self, parameter: Tensor) -> float: ...
+    def take_momentum(self, parameters: Iterable[Tensor]) -> None: ...
+
+
+def momentum_of(
+    optimizer: MomentumOptimizer | None, codec: object, schedule: object, scaler: torch.amp.GradScaler | None
+) -> Momentum | None:
+    """The momentum of an optimizer, which travels in `codec` or what `schedule` says; None where there is none."""
+    if optimizer is None:
+        if scaler is not None:
+            raise SpecError(
+                "scaler: only a momentum that travels needs to know it. Pass momentum=optimizer, or leave it out."
+            )
+        return None
+    if codec == "auto" or (codec is None and schedule is None):
+        raise SpecError(
+            f'codec={codec!r}: which codec the momentum travels in is for you to say: "sign" (1.25 bits an element), '
+            '"int2", "int4". Where the network is fast enough for none, leave momentum= out.'
+        )
+    return Momentum(optimizer, scaler)
+
+
+class Momentum:
+    """Which optimizer's momentum travels, and how buckets become it."""
+
+    def __init__(self, optimizer: MomentumOptimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+        if not hasattr(optimizer, "take_momentum"):
+            raise SpecError(
+                f"momentum={type(optimizer).__name__}: an optimizer whose momentum can travel, which is "
+                "narrowcast.optim.AdamW. It takes torch.optim.AdamW's arguments: optimizer = "
+                "narrowcast.optim.AdamW(model.parameters(), lr=...), then momentum=optimizer."
+            )
+        if scaler is not None and not hasattr(scaler, "scale"):
+            raise SpecError(f"scaler={type(scaler).__name__}: the torch.amp.GradScaler that scales the loss, or None.")
+        self.optimizer, self.scaler = optimizer, scaler
+        self._accumulated = False
+        """Whether a gradient was added to a momentum that no step has used."""
+
+    def watch(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise unless the momentum of all these parameters can travel. Notice gradients that are added to it."""
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        parameters = dict(named)
+        for name, parameter in parameters.items():
+            if id(parameter) not in held:
+                raise SpecError(
+                    f"momentum: the optimizer does not hold {name} of the model. Make it with the parameters of the "
+                    "model that DistributedDataParallel wraps, after .to(device): narrowcast.optim.AdamW("
+                    "ddp.parameters(), ...). Name a parameter that is trained otherwise in exempt=."
+                )
+            if parameter.is_complex():
+                raise SpecError(f"momentum: {name} is complex. Name it in exempt=: its gradients then travel instead.")
+        for parameter in parameters.values():
+            parameter.register_hook(self._before(parameter))
+
+    def _before(self, parameter: Tensor) -> Any:
+        def before_gradient(_: Tensor) -> None:
+            if parameter in self.optimizer.momentum_pending:
+                if parameter.grad is not None and bool(parameter.grad.any()):
+                    self._accumulated = True
+                else:
+                    self.optimizer.momentum_pending.discard(parameter)
+
+        return before_gradient
+
+    def check_fresh(self) -> None:
+        """Raise if this backward has added gradients to a momentum."""
+        if self._accumulated:
+            self._accumulated = False
+            raise CollectiveError(
+                "momentum: gradients of this backward were added to the momentum of the last one, which .grad holds "
+                "and no optimizer.step() has used. Call optimizer.step() and optimizer.zero_grad() after each "
+                "synchronized backward, and put all but the last backward of an accumulation under model.no_sync()."
+            )
+
+    def hand_over(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> FormedMomentum:
+        """What these gradients (views of a bucket) become; from here on `.grad` counts as the momentum."""
+        for parameter in parameters:
+            if parameter not in self.optimizer.state:
+                raise CollectiveError(
+                    "momentum: the optimizer has no state of a parameter whose momentum is due. It took no step in the "
+                    "warm-up; in a run that was resumed, load the optimizer's state_dict as well as the compression's."
+                )
+        self.optimizer.take_momentum(parameters)
+        scale = None
+        if self.scaler is not None and gradients:
+            one = torch.ones((), dtype=torch.float32, device=gradients[0].device)
+            scale = self.scaler.scale(one).detach()  # stays on the device: nobody waits for it
+        return FormedMomentum(self.optimizer, list(gradients), list(parameters), scale)
+
+
+@dataclass
+class FormedMomentum:
+    """The gradients of one bucket on their way into the momentum, and back to the scale of the loss."""
+
+    optimizer: MomentumOptimizer
+    gradients: list[Tensor]
+    parameters: list[Tensor]
+    scale: Tensor | None
+
+    @torch.no_grad()
+    def form(self) -> None:
+        """Turn gradients into the momentum, in place."""
+        if self.scale is not None and self.gradients:
+            torch._foreach_div_(self.gradients, self.scale)
+        by_beta: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+        for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
+            gradients, moments = by_beta.setdefault(self.optimizer.beta1_of(parameter), ([], []))
+            gradients.append(gradient)
+            moments.append(self.optimizer.momentum_of(parameter).to(gradient.dtype))
+        for beta, (gradients, moments) in by_beta.items():
+            torch._foreach_lerp_(gradients, moments, beta)
+
+    @torch.no_grad()
+    def scale_back(self) -> None:
+        """Multiply the average with the scale of the loss, which the GradScaler divides it by."""
+        if self.scale is not None and self.gradients:
+            torch._foreach_mul_(self.gradients, self.scale)
