@@ -31,13 +31,14 @@ ARROWS = {
     "distributed": BELOW,
     "nn": BELOW,
     "checkpoint": BELOW | {"nn"},
+    "optim": BELOW | {"distributed", "nn"},
     "byte_gpt": {"errors"},
     "netlab": {"errors"},
     "registration": {"kernels"},
     "integrations": ABOVE,
     "compat": ABOVE,
     "cli": ABOVE | {"integrations", "compat", "byte_gpt", "netlab"},
-    "public": ABOVE | {"integrations", "compat"},
+    "public": ABOVE | {"integrations", "compat", "optim"},
 }
 
 

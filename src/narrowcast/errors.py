@@ -112,6 +112,10 @@ class GradientError(NarrowcastError, RuntimeError):
     """A gradient was asked for that an operation does not have."""
 
 
+class OptimizerError(NarrowcastError, ValueError):
+    """An optimizer cannot do what was asked: it does not hold a parameter, or not the state that the call needs."""
+
+
 class ModelKindError(NarrowcastError, TypeError):
     """A model is not of the kind that a call is for."""
 

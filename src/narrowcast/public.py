@@ -1,6 +1,6 @@
 """Every public name of narrowcast. `import narrowcast` is free; this is loaded with the first of them that is used."""
 
-from narrowcast import codecs, errors, integrations, nn
+from narrowcast import codecs, errors, integrations, nn, optim
 from narrowcast.checkpoint.models import load, save
 from narrowcast.codecs import Codec, codec, list_codecs, register_codec, which_kernel
 from narrowcast.codecs.payload import Payload, decode, encode
@@ -26,6 +26,7 @@ __all__ = [
     "list_codecs",
     "load",
     "nn",
+    "optim",
     "parameter_groups",
     "prepare_qat_",
     "quantize_",
