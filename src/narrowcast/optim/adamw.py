@@ -15,7 +15,7 @@ GradScaler does to `p.grad` before the step, it does to the momentum. Not done: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,11 @@ class AdamW(torch.optim.AdamW):
 
     _marked: set[Tensor]
     _places: dict[Tensor, tuple[int, int]]
+
+    _expected_scale: bool | None = None
+    """Whether momentums come at the scale of a GradScaler's loss; None where none are expected."""
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._marked, self._places = set(), {}
@@ -54,6 +59,15 @@ class AdamW(torch.optim.AdamW):
         """How much of its first moment a parameter keeps in a step."""
         return float(self._group_of(parameter)["betas"][0])
 
+    def expect_momentum(self, *, scaled: bool) -> None:
+        """Say before the first backward that momentums will come; `scaled`: at the scale of a GradScaler's loss.
+
+        From then on a GradScaler hands its scale to `step()`, fused or not: one that nobody knew of when the momentum
+        was formed is refused there, instead of a scaled gradient in a momentum that is not.
+        """
+        self._expected_scale = scaled
+        self._step_supports_amp_scaling = True
+
     def take_momentum(self, parameters: Iterable[Tensor]) -> None:
         """In the next `step()` the `.grad` of these parameters is their new first moment, not a gradient.
 
@@ -76,9 +90,9 @@ class AdamW(torch.optim.AdamW):
         self._marked.difference_update(parameters)
 
     @property
-    def momentum_pending(self) -> frozenset[Tensor]:
-        """The parameters whose `.grad` the next step takes for a momentum."""
-        return frozenset(self._marked)
+    def momentum_pending(self) -> Set[Tensor]:
+        """The parameters whose `.grad` the next step takes for a momentum: as it is now, and as it will be."""
+        return self._marked
 
     def _check_takes_momentum(self, parameter: Tensor) -> None:
         if self._group_of(parameter)["differentiable"]:
@@ -140,10 +154,31 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._expected_scale is not None and getattr(self, "found_inf", None) is not None and self._unscale():
+            return loss
         if self._marked or any(self._apart(parameter) for parameter in self.state):
             self._step_apart()
         _of_torch(torch.optim.AdamW.step)(self)
         return loss
+
+    @torch.no_grad()
+    def _unscale(self) -> bool:
+        """What a GradScaler does for an optimizer that does not know of it; whether it found an overflow."""
+        if self._marked and not self._expected_scale:
+            raise OptimizerError(
+                "step: a GradScaler scales the loss, and the momentum in .grad was formed without knowing. Tell it to "
+                "compress_gradients: compress_gradients(model, codec, momentum=optimizer, scaler=scaler)."
+            )
+        scale, found_inf = self.grad_scale, self.found_inf
+        self.grad_scale = self.found_inf = None  # torch's unfused steps take neither; the GradScaler deletes both
+        if bool(found_inf):
+            self._marked.clear()
+            return True
+        if scale is not None:
+            grads = [each.grad for group in self.param_groups for each in group["params"] if each.grad is not None]
+            for (device, _), of_device in _by_device(grads).items():
+                torch._foreach_mul_(of_device, scale.double().reciprocal().float().to(device))
+        return False
 
     def _apart(self, parameter: Tensor) -> bool:
         """Whether a parameter's update is not torch's."""
@@ -175,6 +210,14 @@ class AdamW(torch.optim.AdamW):
         if len(rest) < len(group["params"]):
             group = {**group, "params": rest}
         return super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+
+
+def _by_device(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Tensors that one foreach operation takes at once."""
+    sorted_: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        sorted_.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return sorted_
 
 
 def _of_torch(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,7 +71,7 @@ def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.
     offsets = [int(gradient.storage_offset() - first) for gradient in bucket.gradients()]
     # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
     offsets = [offset * numbers(p) for offset, p in zip(offsets, parameters, strict=True)]
-    return average_bucket(state, buffer, parameters, offsets, bucket.index(), bucket.is_last(), bucket.gradients())
+    return average_bucket(state, buffer, parameters, offsets, bucket.index(), bucket.is_last())
 
 
 def average_bucket(
@@ -81,12 +81,8 @@ def average_bucket(
     offsets: Sequence[int],
     index: int,
     last: bool,
-    gradients: Sequence[Tensor] = (),
 ) -> torch.futures.Future[Tensor]:
-    """Average a bucket over all ranks, in place: a future of it. Offsets are counted in elements of the buffer.
-
-    `gradients` are views of it in the shapes of the parameters; only the momentum is formed in them.
-    """
+    """Average a bucket over all ranks, in place: a future of it. Offsets are counted in elements of the buffer."""
     if size_of(state.process_group, "compress_gradients") <= 1:
         return _alone(state, buffer, last)
     group = state.agree(state.process_group, buffer)
@@ -103,7 +99,7 @@ def average_bucket(
         residuals = state.residuals_of(reduction)
         given = buffer, reduction.layout, residuals, outcome, reduction.probe
         bucket = HostBucket(*given, group) if isinstance(group, Mesh) else FlatBucket(*given)
-        formed = _form(state, reduction, parameters, gradients, group.size)
+        formed = _form(state, reduction, buffer, parameters, offsets, group.size)
         future = _start(state, group, reduction, bucket, last, formed)
     if last:
         state.clock.handed_over()
@@ -114,16 +110,28 @@ def average_bucket(
 def _form(
     state: GradientCompression,
     reduction: Reduction,
+    buffer: Tensor,
     parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
+    offsets: Sequence[int],
     ranks: int,
 ) -> FormedMomentum | None:
     """What the gradients of a bucket become before they travel, but for exempt ones: the momentum, where it is due."""
     if state.momentum is None or not reduction.momentum:
         return None
-    both = zip(gradients, parameters, strict=True)
-    travelling = [(gradient, p) for gradient, p in both if state.parameters.travels_in_codec(p, ranks)]
-    return state.momentum.hand_over([gradient for gradient, _ in travelling], [p for _, p in travelling])
+    both = zip(parameters, offsets, strict=True)
+    travelling = [(p, offset) for p, offset in both if state.parameters.travels_in_codec(p, ranks)]
+    return state.momentum.hand_over([p for p, _ in travelling], [_view(buffer, *each) for each in travelling])
+
+
+def _view(buffer: Tensor, parameter: Tensor, offset: int) -> Tensor:
+    """A parameter's gradient in a bucket, in its shape. DDP lays it out as the parameter is, if that has no gaps.
+
+    GradBucket.gradients() does not say so: its views are contiguous, also those of a parameter that is not.
+    """
+    without_gaps = torch.empty_like(parameter, device="meta").stride()
+    plain = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").stride()
+    strides = without_gaps if without_gaps == parameter.stride() else plain
+    return buffer.as_strided(parameter.shape, strides, buffer.storage_offset() + offset)
 
 
 def _start(

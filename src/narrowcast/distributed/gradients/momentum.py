@@ -16,7 +16,7 @@ usual.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,14 +29,16 @@ from narrowcast.errors import CollectiveError, SpecError
 class MomentumOptimizer(Protocol):
     """What is asked of the optimizer: `narrowcast.optim.AdamW` is one."""
 
-    momentum_pending: set[Tensor]
+    momentum_pending: Set[Tensor]
     """The parameters whose `.grad` is a momentum that no step has used yet."""
     state: Any
     param_groups: list[dict[str, Any]]
 
     def momentum_of(self, parameter: Tensor) -> Tensor: ...
     def beta1_of(self, parameter: Tensor) -> float: ...
+    def expect_momentum(self, *, scaled: bool) -> None: ...
     def take_momentum(self, parameters: Iterable[Tensor]) -> None: ...
+    def take_gradient(self, parameters: Iterable[Tensor]) -> None: ...
 
 
 def momentum_of(
@@ -86,6 +88,7 @@ class Momentum:
                 )
             if parameter.is_complex():
                 raise SpecError(f"momentum: {name} is complex. Name it in exempt=: its gradients then travel instead.")
+        self.optimizer.expect_momentum(scaled=self.scaler is not None)
         for parameter in parameters.values():
             parameter.register_hook(self._before(parameter))
 
@@ -95,7 +98,7 @@ class Momentum:
                 if parameter.grad is not None and bool(parameter.grad.any()):
                     self._accumulated = True
                 else:
-                    self.optimizer.momentum_pending.discard(parameter)
+                    self.optimizer.take_gradient([parameter])
 
         return before_gradient
 
@@ -109,13 +112,14 @@ class Momentum:
                 "synchronized backward, and put all but the last backward of an accumulation under model.no_sync()."
             )
 
-    def hand_over(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> FormedMomentum:
-        """What these gradients (views of a bucket) become; from here on `.grad` counts as the momentum."""
+    def hand_over(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> FormedMomentum:
+        """What the gradients of these parameters, in a bucket, become; from here on `.grad` counts as the momentum."""
         for parameter in parameters:
             if parameter not in self.optimizer.state:
                 raise CollectiveError(
                     "momentum: the optimizer has no state of a parameter whose momentum is due. It took no step in the "
-                    "warm-up; in a run that was resumed, load the optimizer's state_dict as well as the compression's."
+                    "warm-up: name one that is seldom used in exempt=. In a run that was resumed, load the optimizer's "
+                    "state_dict as well as the compression's."
                 )
         self.optimizer.take_momentum(parameters)
         scale = None

@@ -361,8 +361,10 @@ def test_a_run_that_is_resumed_without_its_optimizer_is_told_so() -> None:
 def _of_gradients(rank: int) -> Any:
     ddp = DDP(trained.mlp(width=40))
     state = nc.compress_gradients(ddp, "int4")
-    trained.train(ddp, rank, range(3), torch.optim.AdamW(ddp.parameters(), 0.01))
+    optimizer = torch.optim.AdamW(ddp.parameters(), 0.01)
+    trained.train(ddp, rank, range(3), optimizer)
     momentum = _Run(rank)
+    momentum.optimizer.load_state_dict(optimizer.state_dict())
     error, _ = faults.error_of(lambda: momentum.state.load_state_dict(state.state_dict()))
     momentum.state.load_state_dict(state.state_dict(), residuals="drop")
     momentum.train(0, 4)
