@@ -40,7 +40,7 @@ SOON = 2.0
         ({"codec": "int9"}, ["int9"]),
         ({"codec": "levels:table=0.0|0.5|1.0"}, ["codec='levels:", "no gradient sense", "negative levels"]),
         ({"codec": "levels:table=-1.0|0.0"}, ["no gradient sense: it turns -1, 1 into -1, 0"]),
-        ({"error_feedback": "sender"}, ["error_feedback='sender'", '"owner"', "below 8 bits"]),
+        ({"error_feedback": "sender"}, ["error_feedback='sender'", '"owner"', "from 4 bits to below 8"]),
         ({"warmup_steps": -1}, ["warmup_steps=-1", "0 or more"]),
         ({"warmup_steps": 2.5}, ["warmup_steps=2.5"]),
         ({"codec": lambda step: "int8"}, ["codec=<function", "a function of the step", "schedule=lambda step:"]),

@@ -298,7 +298,7 @@ def _auto(rank: int) -> Any:
         kept.append((None if second.state.codec is None else second.state.codec.spec, second.state.error_feedback))
     third = Run(rank, codec="auto")
     third.state.load_state_dict(
-        {**state, "codec": "int2", "error_feedback": True, "sender": {}, "owner": {}, "ranks": 0}
+        {**state, "codec": "int2", "error_feedback": False, "sender": {}, "owner": {}, "ranks": 0}
     )
     third.train(0, 1)
     kept.append((third.state.codec.spec if third.state.codec else None, third.state.error_feedback))
@@ -313,4 +313,4 @@ def test_auto_takes_the_same_codec_on_every_rank_and_keeps_it_in_its_state() -> 
     assert plan == two[1]
     assert chosen == two[0] == state["codec"]
     assert all(same_bits(parameters[key], two[2][key]) for key in parameters)
-    assert kept == two[4] == [("int4", True), ("int8", False), (None, False), ("int2", True)]
+    assert kept == two[4] == [("int4", True), ("int8", False), (None, False), ("int2", False)]

@@ -36,6 +36,7 @@ def compress_gradients(
     warmup_codec: AnyCodec | Literal["default"] | None = "default",
     refresh: Refresh = None,
     scaler: torch.amp.GradScaler | None = None,
+    optimizer: object = None,
 ) -> GradientCompression:
     """Compress the gradients of a DDP or FSDP2 model from the next backward on. Every rank calls it alike.
 
@@ -69,6 +70,7 @@ def compress_gradients(
         warmup_codec=warmup_codec,
         refresh=refresh,
         scaler=scaler,
+        optimizer=optimizer,
     )
     if sharded:
         from narrowcast.distributed.gradients import fsdp

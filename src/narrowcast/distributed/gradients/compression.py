@@ -25,7 +25,15 @@ from narrowcast.distributed.encoder import derive_seed, lossless
 from narrowcast.distributed.gradients import state as saved
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.momentum import MomentumOptimizer, momentum_of
-from narrowcast.distributed.gradients.options import Exempt, Mode, codec_of, mode_of, one_dimensional, spoken
+from narrowcast.distributed.gradients.options import (
+    Exempt,
+    Mode,
+    codec_of,
+    keeps_no_second_moment,
+    mode_of,
+    one_dimensional,
+    spoken,
+)
 from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.parameters import Parameters
 from narrowcast.distributed.gradients.redistribution import Redistribution, for_other_ranks, without_residuals
@@ -48,7 +56,8 @@ class GradientCompression:
     - `codec`: what they travel in. "auto" measures the link and the codecs when ranks first meet, and takes the most
       precise one that is about as fast as any, or none where the network is fast enough (`plan` says why). None: none.
     - `error_feedback`: keep what quantization loses, and send it along in the next step. True: at the sender and at
-      the owner of a sum; "owner": there only, in 1/ranks of the memory; False. By default, on below 8 bits.
+      the owner of a sum; "owner": there only, in 1/ranks of the memory; False. By default, what trains best: on below
+      8 bits, and below 4 bits with an `optimizer` that keeps no second moment (SGD), or a momentum that travels.
     - `warmup_steps`: so many first steps travel in `warmup_codec`: uncompressed by default, with `momentum` in int8.
     - `schedule(step)`: the codec of a step after those, in place of `codec`; None for no compression. It is called for
       the first of them here already, so that one that cannot be is refused before training.
@@ -76,13 +85,15 @@ class GradientCompression:
         warmup_codec: AnyCodec | Literal["default"] | None = "default",
         refresh: Refresh = None,
         scaler: torch.amp.GradScaler | None = None,
+        optimizer: object = None,
     ) -> None:
         self._auto, self._chosen = codec == "auto", False
         self.codec = None if codec is None or self._auto else codec_of(codec)
         self.plan: Plan | None = None
         """Why "auto" chose what it did."""
         self._feedback = error_feedback
-        self.error_feedback = mode_of(error_feedback, self.codec, schedule)
+        self._second_moment = momentum is None and not keeps_no_second_moment(optimizer)
+        self.error_feedback = mode_of(error_feedback, self.codec, schedule, self._second_moment)
         self.momentum = momentum_of(momentum, codec, schedule, scaler)
         warmup_codec = ("int8" if self.momentum else None) if warmup_codec == "default" else warmup_codec
         self.timetable = Timetable(warmup_steps, warmup_codec, schedule, refresh, self.momentum is not None)
@@ -138,21 +149,19 @@ class GradientCompression:
     def meet(self, group: Group, dtype: torch.dtype, also: str = "") -> None:
         """Raise on every rank unless all are configured alike; `also` is what else they must have in common."""
         call = Call("compress_gradients", self.codec or lossless(dtype), self._words() + also, sizes=None)
-
-        def job() -> list[Tensor]:
-            Collective(group, call, lambda collective: collective.agree(), name="gradients").run()
-            return []
-
-        group.lane.run("compress_gradients", job)
+        Collective(group, call, lambda collective: collective.agree(), name="gradients").run_in_lane()
 
     def check_alone(self) -> None:
         """Raise if there is one rank, and what was loaded is of one of several."""
         if self._loaded is not None:
             saved.check_holder(Holder(1, 0), self._loaded)
 
+    def _mode_of(self, codec: Codec | None) -> Mode:
+        return mode_of(self._feedback, codec, self.timetable.schedule, self._second_moment)
+
     def _use(self, codec: Codec | None, plan: Plan | None) -> None:
         self.codec, self.plan, self._chosen = codec, plan, True
-        self.error_feedback = mode_of(self._feedback, codec, self.timetable.schedule)
+        self.error_feedback = self._mode_of(codec)
         if self.residuals is not None and self.residuals.mode != self.error_feedback:
             self.residuals = None
 
@@ -264,7 +273,7 @@ class GradientCompression:
         saved.check_momentum(state, self.momentum is not None)
         codec = saved.codec_of(state) if self._auto else self.codec  # what was chosen then
         numels = self.parameters.numels | self.parameters.shares if self.parameters.named else None
-        saved.check_fits(state, mode_of(self._feedback, codec, self.timetable.schedule), self.residuals, numels)
+        saved.check_fits(state, self._mode_of(codec), self.residuals, numels)
         if self._auto:
             self._use(codec, self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])
