@@ -55,6 +55,14 @@ class AdamW(torch.optim.AdamW):
         moment: Tensor = state["exp_avg"]
         return -moment if group["maximize"] else moment
 
+    def divisor_of(self, parameter: Tensor) -> Tensor:
+        """What a step divides a first moment by: the root of the second moment, corrected, plus eps."""
+        self._check_takes_momentum(parameter)
+        group, state = self._group_of(parameter), self.state[parameter]
+        second: Tensor = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+        correction = 1 - float(group["betas"][1]) ** state.get(COUNT, state["step"])
+        return second.sqrt().div_(correction.sqrt()).add_(group["eps"])
+
     def beta1_of(self, parameter: Tensor) -> float:
         """How much of its first moment a parameter keeps in a step."""
         return float(self._group_of(parameter)["betas"][0])

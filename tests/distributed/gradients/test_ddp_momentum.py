@@ -21,12 +21,12 @@ from narrowcast.errors import CollectiveError, NarrowcastError, OptimizerError, 
 pytestmark = pytest.mark.timeout(180)
 
 SHAPES, WARMUP, STEPS, REFRESH = trained.SHAPES, 2, 9, 4
-BETA1 = 0.9
+BETA1, BETA2 = 0.9, 0.95
 
 
 def _made(codec: str = "sign", *, lr: float = 1e-3, fused: bool = False, **options: Any) -> Any:
     ddp = DDP(trained.Given(SHAPES), bucket_cap_mb=trained.FEW)
-    optimizer = nc.optim.AdamW(ddp.parameters(), lr, betas=(BETA1, 0.95), fused=fused)
+    optimizer = nc.optim.AdamW(ddp.parameters(), lr, betas=(BETA1, BETA2), fused=fused)
     options = {"warmup_steps": WARMUP, "seed": trained.SEED, **options}
     return ddp, optimizer, nc.compress_gradients(ddp, codec, momentum=optimizer, **options)
 
@@ -54,23 +54,33 @@ def _expected(world: int, codec: str, local: int = 0) -> list[trained.Named]:
         return trained.Expected(nc.codec(spec), world, feedback, [trained.SEED] * world)
 
     gradients, momentums = reducer("int8", False), reducer(codec, True)
-    moments = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    first = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    second, updates = {name: torch.zeros(shape) for name, shape in SHAPES.items()}, 0
+    compressed = {name for name, shape in SHAPES.items() if not trained.exempt(shape, world)}
     averages = []
     for step in range(STEPS):
         given = [trained.given(SHAPES, rank, step) for rank in range(world)]
         if _sends_gradients(step):
             average = gradients.step(given)
-            taken = set()
+            updates += 1
+            for name in compressed:
+                first[name] = first[name].lerp(average[name], 1 - BETA1)
+                second[name] = (second[name] * BETA2).addcmul(average[name], average[name], value=1 - BETA2)
         else:
-            taken = {name for name, shape in SHAPES.items() if not trained.exempt(shape, world)}
-            formed = [
-                {name: g.lerp(moments[name], BETA1) if name in taken else g for name, g in of_rank.items()}
+            correction = 1 - BETA2 ** torch.tensor(float(updates))
+            divisors = {name: second[name].sqrt() / correction.sqrt() + 1e-8 for name in compressed}
+
+            moved = [
+                {
+                    name: (g.lerp(first[name], BETA1) / divisors[name]).clamp(-4, 4) if name in divisors else g
+                    for name, g in of_rank.items()
+                }
                 for of_rank in given
             ]
-            average = momentums.step(formed)
+            average = momentums.step(moved)
+            average |= {name: average[name] * divisor for name, divisor in divisors.items()}
+            first |= {name: average[name] for name in compressed}
         averages.append(average)
-        for name, one in average.items():
-            moments[name] = one if name in taken else moments[name].lerp(one, 1 - BETA1)
     return averages
 
 
@@ -98,7 +108,7 @@ def _like_torch(rank: int) -> Any:
     """What exempt parameters become, beside torch's AdamW with the averages of their gradients."""
     ddp, optimizer, _ = _made(lr=0.01)
     plain = trained.Given(SHAPES)
-    theirs = torch.optim.AdamW(plain.parameters(), 0.01, betas=(BETA1, 0.95), foreach=True)
+    theirs = torch.optim.AdamW(plain.parameters(), 0.01, betas=(BETA1, BETA2), foreach=True)
     for step in range(STEPS):
         grads = _step(ddp, optimizer, rank, step)
         for name, parameter in plain.named_parameters():
@@ -437,7 +447,7 @@ def test_fsdp2_is_refused_in_words() -> None:
 def _alone(rank: int) -> Any:
     ddp, optimizer, compression = _made(lr=0.01)
     plain = trained.Given(SHAPES)
-    theirs = torch.optim.AdamW(plain.parameters(), 0.01, betas=(BETA1, 0.95))
+    theirs = torch.optim.AdamW(plain.parameters(), 0.01, betas=(BETA1, BETA2))
     for step in range(STEPS):
         _step(ddp, optimizer, rank, step)
         theirs.zero_grad()

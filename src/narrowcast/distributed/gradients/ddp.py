@@ -159,7 +159,7 @@ def _start(
         else:
             group.give_up("gradients", outcome.error)
         if formed is not None and outcome.error is None:
-            outcome.error = _error_of(formed.scale_back)
+            outcome.error = _error_of(formed.restore)
         if last and outcome.error is not None and not outcome.told:
             raise outcome.error
         outcome.complete = last and outcome.error is None

@@ -5,9 +5,13 @@ own gradient. The average of all ranks' is the next m. It changes slowly, and th
 moment that stays as it is: so one bit an element and error feedback are enough, where a gradient in one bit would spoil
 the second moment.
 
-A bucket is turned into the momentum before it travels, and DDP writes the average into `.grad`. The optimizer is told
-(`take_momentum`) that its next step finds the momentum there. Exempt parameters send gradients, and are stepped as
-usual.
+What travels is m divided by the root of the second moment, which all ranks have alike: the update itself, but for the
+learning rate. Its elements are of one size, whatever the size of their gradients, so what a codec loses is spread
+evenly over updates (bench/simulated.py momentum: at a warm-up of 5% the loss ends 18% lower than with m itself).
+
+A bucket is turned into that before it travels, and back into the momentum after; DDP writes it into `.grad`. The
+optimizer is told (`take_momentum`) that its next step finds the momentum there. Exempt parameters send gradients, and
+are stepped as usual.
 
 - `.grad` must be empty before a backward: two synchronized backwards without a step between them would put the momentum
   into the momentum. That is noticed, and refused in the second one.
@@ -35,6 +39,7 @@ class MomentumOptimizer(Protocol):
     param_groups: list[dict[str, Any]]
 
     def momentum_of(self, parameter: Tensor) -> Tensor: ...
+    def divisor_of(self, parameter: Tensor) -> Tensor: ...
     def beta1_of(self, parameter: Tensor) -> float: ...
     def expect_momentum(self, *, scaled: bool) -> None: ...
     def take_momentum(self, parameters: Iterable[Tensor]) -> None: ...
@@ -129,19 +134,31 @@ class Momentum:
         return FormedMomentum(self.optimizer, list(gradients), list(parameters), scale)
 
 
+LARGEST = 4.0
+"""How large a rank's momentum may be, divided by the root of the second moment. With AdamW's default betas an update
+is at most 3.2 for one gradient that is far larger than all before, and at most 1 for gradients that are alike. A
+parameter that was hardly used in the warm-up has a second moment near zero, and would ask for any size."""
+
+
 @dataclass
 class FormedMomentum:
-    """The gradients of one bucket on their way into the momentum, and back to the scale of the loss."""
+    """The gradients of one bucket, on their way into what travels, and from there into the momentum."""
 
     optimizer: MomentumOptimizer
     gradients: list[Tensor]
     parameters: list[Tensor]
     scale: Tensor | None
+    """Of the loss."""
+
+    def __post_init__(self) -> None:
+        self._divisors: list[Tensor] = []
 
     @torch.no_grad()
     def form(self) -> None:
-        """Turn gradients into the momentum, in place."""
-        if self.scale is not None and self.gradients:
+        """Turn gradients into what travels, in place."""
+        if not self.gradients:
+            return
+        if self.scale is not None:
             torch._foreach_div_(self.gradients, self.scale)
         by_beta: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
@@ -150,9 +167,21 @@ class FormedMomentum:
             moments.append(self.optimizer.momentum_of(parameter).to(gradient.dtype))
         for beta, (gradients, moments) in by_beta.items():
             torch._foreach_lerp_(gradients, moments, beta)
+        self._divisors = [
+            self.optimizer.divisor_of(parameter).to(self.gradients[0].dtype) for parameter in self.parameters
+        ]
+        torch._foreach_div_(self.gradients, self._divisors)
+        zero_or_nan = torch._foreach_mul(self.gradients, 0.0)  # an Inf must not become a 4: the step is to be skipped
+        torch._foreach_clamp_max_(self.gradients, LARGEST)
+        torch._foreach_clamp_min_(self.gradients, -LARGEST)
+        torch._foreach_add_(self.gradients, zero_or_nan)
 
     @torch.no_grad()
-    def scale_back(self) -> None:
-        """Multiply the average with the scale of the loss, which the GradScaler divides it by."""
-        if self.scale is not None and self.gradients:
+    def restore(self) -> None:
+        """Turn what arrived into the momentum, at the scale of the loss: a GradScaler divides it by that."""
+        if not self.gradients:
+            return
+        torch._foreach_mul_(self.gradients, self._divisors)
+        if self.scale is not None:
             torch._foreach_mul_(self.gradients, self.scale)
+        self._divisors = []
