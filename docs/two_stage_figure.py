@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-COLOURS = ("#4c78a8", "#e8871e", "#54a24b")  # of the owners of the three parts
+COLOURS = ("#2f6fb3", "#d95f02", "#1b9e77")  # of the owners of the three parts, from the palette of all pictures
 LANES = (74, 194, 314)  # where the ranks' lanes start
 PART, FLOAT, ROW = 58, 44, 13  # a part's width; heights of floats and of an encoded row
 INK = "#333"

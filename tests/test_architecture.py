@@ -16,7 +16,16 @@ from narrowcast import public
 SOURCE = Path(nc.__file__).parent
 EXTERNAL = {"numpy", "torch", "safetensors", "typer", "rich", "triton"} | set(sys.stdlib_module_names)
 EXTRAS = {
-    "integrations": {"accelerate", "compressed_tensors", "huggingface_hub", "lightning", "transformers"},
+    "integrations": {
+        "accelerate",
+        "compressed_tensors",
+        "huggingface_hub",
+        "lightning",
+        "ml_dtypes",
+        "onnx_ir",
+        "onnxscript",
+        "transformers",
+    },
     "cli": {"matplotlib"},
     "compat": {"matplotlib"},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -169,3 +170,26 @@ def test_it_knows_the_extras_and_the_oldest_torch_of_pyproject() -> None:
         (line,) = re.findall(rf"^{extra} = \[(.*)\]$", text, re.MULTILINE)
         assert re.findall(r'"([a-z-]+)[>=]', line) == list(packages)
     assert f'"torch>={".".join(map(str, health.OLDEST))}"' in text
+
+
+def group_of(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*torchrun, "--no-python", sys.executable, "-m", "narrowcast.cli", "doctor", "--group", *words]
+    env = {**os.environ, "PYTHONPATH": str(Path(nc.__file__).parent.parent), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
+
+
+def test_under_torchrun_one_rank_prints_a_matrix_of_all_pairs() -> None:
+    done = group_of(2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("MB/s, from the rank of a line") == 1
+    assert done.stdout.count("latency, ms one way") == 1
+    assert f"{socket.gethostname()}: ranks 0, 1" in done.stdout
+    assert "Two ranks have one link, and nothing to compare it with." in done.stdout
+
+
+def test_without_torchrun_there_is_no_group_and_the_command_is_told() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--group"], env={"RANK": None, "WORLD_SIZE": None})
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --group measures the links between ranks, and this is a single process.")
+    assert "torchrun" in result.stderr

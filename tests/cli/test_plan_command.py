@@ -68,7 +68,7 @@ def test_on_paper_a_fast_link_gets_none_and_the_table_says_so() -> None:
 def test_on_paper_the_time_of_none_follows_from_what_is_printed() -> None:
     code, out, _ = invoke("plan", "--params", "124M", "--ranks", "8", "--bandwidth", "1gbit", "--codecs", "none")
     assert code == 0
-    words = r"(\d+) buckets.*: ([\d,]+) MB/s, (\d+) us a trip, (\d+) us a message for gloo's thread \(.*16 ranks\)"
+    words = r"(\d+) buckets.*: ([\d,]+) MB/s, (\d+) us a trip, (\d+) us a message for gloo's threads \(.*ranks\)"
     found = re.search(words, out, re.DOTALL)
     assert found, out
     buckets, rate, trip, message = (float(number.replace(",", "")) for number in found.groups())
@@ -97,7 +97,22 @@ def test_what_to_consider_and_the_margin_are_the_users() -> None:
         (("--params", "7Q", "--ranks", "2", "--bandwidth", "1gbit"), ["--params '7Q'", "k, m, b, t", "7B"]),
         (("--params", "0", "--ranks", "2", "--bandwidth", "1gbit"), ["--params '0'", "at least 1"]),
         (("--params", "1M", "--ranks", "0", "--bandwidth", "1gbit"), ["--ranks 0", "at least 2"]),
-        (("--params", "1M", "--ranks", "4", "--bandwidth", "10gb"), ["--bandwidth '10gb'", "gbit", "10gbit"]),
+        (("--params", "1M", "--ranks", "4", "--bandwidth", "10gb"), ["--bandwidth '10gb'", "bits or bytes", "10gbit"]),
+        (("--params", "1M", "--ranks", "4", "--bandwidth", "1GB/s"), ["--bandwidth '1GB/s'", "bits or bytes", "8gbit"]),
+        (("--params", "1M", "--ranks", "4", "--bandwidth", "1GBps"), ["--bandwidth '1GBps'", "bits or bytes"]),
+        (("--params", "1M", "--ranks", "4", "--bandwidth", "10parsec"), ["'10parsec'", "gbit", "gbps", "10gbit"]),
+        (("--params", "1M", "--ranks", "2", "--bandwidth", "1gbit,2gbit,3gbit"), ["3 rates for 2 links", "slowest"]),
+        (("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit,"), ["--bandwidth ''", "10gbit"]),
+        (("--params", "1M", "--hosts", "2", "--ranks-per-host", "0", "--bandwidth", "1gbit"), ["--ranks-per-host 0"]),
+        (
+            ("--params", "1M", "--hosts", "2", "--ranks-per-host", "4", "--ranks", "9", "--bandwidth", "1gbit"),
+            ["--ranks 9", "2 hosts of 4 ranks are 8", "Leave --ranks out"],
+        ),
+        (("--params", "1M", "--hosts", "2", "--ranks-per-host", "4"), ["Add", "--bandwidth 10gbit"]),
+        (
+            ("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--device", "H100", "--codecs", "apot5"),
+            ["apot5", "H100", "timed on a GPU", "int8"],
+        ),
         (("--params", "1M", "--ranks", "4", "--bandwidth", "10"), ["--bandwidth '10'", "a unit"]),
         (("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--latency", "5"), ["--latency '5'", "50us"]),
         (("--params", "1M", "--ranks", "4"), ["Add", "--bandwidth 10gbit"]),
@@ -112,7 +127,10 @@ def test_what_to_consider_and_the_margin_are_the_users() -> None:
             ["--hosts 3", "4 ranks", "evenly"],
         ),
         (("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--local-bandwidth", "9gbit"), ["--hosts 8"]),
-        (("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--device", "tpu"), ["--device 'tpu'", "cuda"]),
+        (
+            ("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--device", "tpu"),
+            ["--device 'tpu'", "cuda", "H100"],
+        ),
     ],
 )
 def test_bad_arguments_end_with_one_line_and_2(words: tuple[str, ...], said: list[str]) -> None:
@@ -123,12 +141,94 @@ def test_bad_arguments_end_with_one_line_and_2(words: tuple[str, ...], said: lis
     assert all(word in err for word in said)
 
 
+@pytest.mark.parametrize("rate", ["1gbit", "1gbps", "1Gbit/s", "1000mbit", "1 Gbps", "1gbit/s"])
+def test_rates_are_written_in_many_ways(rate: str) -> None:
+    code, out, err = invoke(*PAPER, "--bandwidth", rate, "--codecs", "none", "--json")
+    assert code == 0, err
+    assert json.loads(out)["link"]["bandwidth_bytes_per_s"] == 0.95e9 / 8
+
+
+def test_where_links_differ_the_slowest_decides_and_that_is_said() -> None:
+    words = (*PAPER, "--codecs", "none")
+    mixed, slow = (invoke(*words, "--bandwidth", rate, "--json")[1] for rate in ("10gbit,1gbit,10gbit", "1gbit"))
+    assert json.loads(mixed)["predictions"] == json.loads(slow)["predictions"]
+    assert (
+        "119 MB/s (the slowest of 3 links: every rank waits for it)"
+        in invoke(*words, "--bandwidth", "10gbit,1gbit,1tbit")[1]
+    )
+    assert "slowest" not in invoke(*words, "--bandwidth", "1gbit,1gbit")[1]
+
+
+def test_hosts_times_ranks_of_a_host_are_the_ranks() -> None:
+    words = ("plan", "--params", "10M", "--hosts", "4", "--bandwidth", "10gbit", "--codecs", "none", "--json")
+    one, other = (json.loads(invoke(*words, *more)[1]) for more in (("--ranks-per-host", "8"), ("--ranks", "32")))
+    assert one == other
+    assert (one["ranks"], one["hosts"]) == (32, 4)
+
+
+@pytest.mark.parametrize("name", ["H100", "h100", "NVIDIA H100", "H100 SXM"])
+def test_a_gpu_is_planned_for_by_its_name_where_there_is_none(name: str) -> None:
+    code, out, err = invoke(*PAPER, "--bandwidth", "10gbit", "--device", name, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["device"] == "H100"
+    assert found["link"]["message_s"] == 5e-6  # NCCL's
+    code, out, _ = invoke(*PAPER, "--bandwidth", "10gbit", "--device", name)
+    assert "coding on H100: not measured, but derived from its published memory bandwidth of 3,350 GB/s" in out
+    assert "on this machine" not in out
+
+
+def test_only_the_gpu_that_was_measured_is_said_to_be_measured() -> None:
+    out = invoke(*PAPER, "--bandwidth", "10gbit", "--device", "H200")[1]
+    assert "coding, measured on an H200" in out
+    assert "not measured" not in out
+
+
+def test_where_messages_eat_the_gain_larger_buckets_and_fewer_meetings_are_suggested_with_figures() -> None:
+    words = (
+        "plan",
+        "--params",
+        "100M",
+        "--ranks",
+        "512",
+        "--bandwidth",
+        "100gbit",
+        "--device",
+        "T4",
+        "--codecs",
+        "int4",
+    )
+    code, out, _ = invoke(*words, "--json")
+    assert code == 0
+    found = json.loads(out)
+    advice = found["advice"]
+    assert found["chosen"] == "int4"
+    now = found["predictions"][1]["seconds"]
+    assert advice["bucket_mb"] > 25
+    assert advice["bucket_seconds"] < 0.9 * now
+    assert advice["micro_batch_seconds"] == advice["bucket_seconds"] / advice["micro_batches"]
+    out = invoke(*words)[1]
+    assert "bucket_cap_mb=" in out
+    assert "no_sync()" in out
+    calm = invoke(*PAPER, "--bandwidth", "10mbit", "--codecs", "int4", "--device", "T4")[1]
+    assert "bucket_cap_mb" not in calm
+
+
+def test_live_a_named_gpu_is_refused() -> None:
+    result = CliRunner().invoke(
+        app, ["plan", "--params", "1M", "--device", "H100"], env={**WIDE, "RANK": "0", "WORLD_SIZE": "2"}
+    )
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --device H100: live, codecs are measured where they run.")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     code, _, err = invoke(*PAPER, "--bandwidth", "1gbit", "--device", "cuda")
     assert code == 2
-    assert (
-        err == "error: --device cuda: torch finds no GPU, and codecs are measured where they run. Use --device cpu.\n"
+    assert err == (
+        "error: --device cuda: torch finds no GPU, and codecs are measured where they run. Name the GPU to plan for it "
+        "on paper (--device H100), or use --device cpu.\n"
     )
 
 

@@ -38,6 +38,7 @@ def test_without_its_library_an_integration_says_what_to_install() -> None:
         "compressed_tensors": ("compressed_tensors", "hf"),
         "hf_trainer": ("transformers", "hf"),
         "lightning": ("lightning", "lightning"),
+        "onnx": ("onnxscript", "onnx"),
         "transformers": ("transformers", "hf"),
     }
     code = (

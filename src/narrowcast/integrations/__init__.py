@@ -5,8 +5,10 @@
     narrowcast.integrations.accelerate           compress_gradients, with Accelerate's checkpoints
     narrowcast.integrations.hf_trainer           CompressGradients: a callback for the Trainer of transformers
     narrowcast.integrations.lightning            CompressGradients: a callback for Lightning's Trainer
+    narrowcast.integrations.onnx                 export: a model as an ONNX file, its weights still encoded
 
-They need `pip install 'narrowcast[hf]'`; Lightning's needs `pip install 'narrowcast[lightning]'`.
+They need `pip install 'narrowcast[hf]'`; Lightning's needs `pip install 'narrowcast[lightning]'`, ONNX's
+`pip install 'narrowcast[onnx]'`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["accelerate", "compressed_tensors", "hf_trainer", "lightning", "transformers"]
+__all__ = ["accelerate", "compressed_tensors", "hf_trainer", "lightning", "onnx", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

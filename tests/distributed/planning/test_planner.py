@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import narrowcast as nc
 from narrowcast import distributed as ncd
 from narrowcast import errors
+from narrowcast.distributed.gradients import layout
 from narrowcast.distributed.gradients.compression import GradientCompression
 from narrowcast.distributed.gradients.ddp import average_bucket
+from narrowcast.distributed.planning import devices
 from narrowcast.distributed.planning import link as links
 from narrowcast.distributed.planning import planner as planning
 from narrowcast.distributed.planning.codec_speed import CodecSpeed, measure_codecs
@@ -169,6 +172,56 @@ def test_a_link_on_paper_leaves_room_for_frames_and_counts_every_row() -> None:
     one_row, many = (predict([128 * n], n, link, INT8, CodecSpeed(0, 0, 0, 0, 0)) for n in (2, 512))
     assert one_row.seconds == pytest.approx(2 * (1e-3 + links.MESSAGE_S["cpu"]) + one_row.bytes / (0.95 * 1.25e8))
     assert many.seconds == pytest.approx(2 * (1e-3 + 511 * links.MESSAGE_S["cpu"]) + many.bytes / (0.95 * 1.25e8))
+
+
+def test_messages_hide_behind_the_wire_as_coding_does() -> None:
+    # bench/results/messages.md: on a slow link the same bytes took as long in 64 times as many rows.
+    numel, speed = 2 * 2 * 768 * 1024, CodecSpeed(0.0, 0.0, 1e-9, 0.0, 0.0)
+    chunks = len(two_stage.cut(numel, 2, INT8, 128 * 1024))
+    link = Link(0.0, 1e6, message_s=1e-3)
+    found = predict([numel], 2, link, INT8, speed)
+    assert found.message_seconds == pytest.approx((1 + 2 * chunks) * 1e-3)
+    work = found.message_seconds + found.coding_seconds
+    assert found.seconds == pytest.approx(found.wire_seconds + work / chunks)
+
+
+def test_with_many_ranks_a_bucket_goes_in_fewer_messages_of_33_kilobytes() -> None:
+    for ranks in (2, 8, 32, 64, 256):
+        chunks = layout.lay_out([layout.Gradient("", 0, 6_553_600, False)], ranks)
+        whole = [chunk.columns for chunk in chunks[:-1]]
+        assert all(nc.codec("int4").row_bytes(columns) >= 33_000 for columns in whole), ranks
+    assert len(layout.lay_out([layout.Gradient("", 0, 6_553_600, False)], 64)) == 2
+
+
+@pytest.mark.parametrize("name", list(devices.DEVICES))
+def test_a_derived_speed_is_the_measured_one_times_the_ratio_of_memory_bandwidths(name: str) -> None:
+    codecs = [nc.codec(spec) for spec in ("bf16", "int8", "int4")]
+    device, h200 = devices.find_device(name), devices.find_device("H200")
+    there, here = (devices.derived_speeds(codecs, each) for each in (device, h200))
+    ratio = 4800 / device.memory_gb_per_s
+    for spec, speed in there.items():
+        assert speed.encode_s == pytest.approx(ratio * here[spec].encode_s)
+        assert speed.noise == here[spec].noise
+    # 4 bytes are read and about one is written: at 104% of a copy's 4.23 TB/s.
+    assert here["int8"].encode_s == pytest.approx((4 + 1 + 4 / 128) / (1.041 * 4.23e12), rel=0.01)
+
+
+def test_the_measured_times_are_those_of_the_results() -> None:
+    results = (Path(__file__).parents[3] / "bench/results/gpu-h200.md").read_text()
+    for name, times in devices.H200_MS.items():
+        if name.startswith("fp8"):
+            name = "fp8_e4m3:block=128"
+        (line,) = (line.split() for line in results.splitlines() if line.split()[:1] == [name])
+        assert tuple(float(line[i]) for i in (1, 4, 7)) == times, name
+
+
+def test_the_name_of_a_gpu_may_be_spelled_as_people_do_and_an_unknown_one_lists_the_known() -> None:
+    for name, known in (("rtx 4090", "RTX-4090"), ("GeForce RTX 4090", "RTX-4090"), ("a100-40gb", "A100-40GB")):
+        assert devices.find_device(name).name == known
+    assert devices.find_device("A10G").name == "A10"
+    for name in ("", "RTX", "H", "MI300X", "4"):
+        with pytest.raises(errors.SpecError, match=r"is not a GPU that is known here. Known are B200, H200, H100"):
+            devices.find_device(name)
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from narrowcast.byte_gpt import ByteGPT, batches, loss_of, stdlib_text
 from narrowcast.checkpoint.files import new_file
 from narrowcast.cli.demo.ranks import SHAPE
 from narrowcast.cli.demo.ways import WAYS
+from narrowcast.cli.shared import pictures
 
 EVALUATED = 24
 """Batches of held-out text over which a loss is averaged."""
@@ -73,25 +74,25 @@ def _megabytes(model: nn.Module) -> float:
 def _draw(curves: dict[str, list[dict[str, Any]]], picture: Path, console: Console) -> None:
     """Draw loss against megabytes sent. The file appears when it is complete."""
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        import matplotlib  # noqa: F401
     except ImportError:
         console.print("\nFor the figure: pip install 'narrowcast[plot]'", highlight=False, markup=False)
         return
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for way, title in WAYS.items():
+    figure, (axes,) = pictures.canvas()
+    for way, words in WAYS.items():
         records = curves[way]
         losses = torch.tensor([record["loss"] for record in records], dtype=torch.float32, device="cpu")
         window = max(1, len(losses) // 20)
-        smooth = losses.unfold(0, window, 1).mean(1)
-        (line,) = axes.plot([record["sent"] / 1e6 for record in records][window - 1 :], smooth)
-        end = records[-1]["sent"] / 1e6, float(smooth[-1])
-        place = {"textcoords": "offset points", "ha": "right", "va": "top"}
-        axes.annotate(title, end, (0, -6), color=line.get_color(), **place)
-    axes.set(xscale="log", xlabel="megabytes sent by a rank", ylabel="training loss, nats per byte")
-    axes.margins(y=0.12)
+        smooth = losses.unfold(0, window, 1).mean(1).tolist()
+        sent = [record["sent"] / 1e6 for record in records][window - 1 :]
+        pictures.line(axes, sent, smooth, way)
+        pictures.name_at(axes, (sent[-1], smooth[-1]), words, way, (-9, -9))
+    axes.set_xscale("log")
+    axes.set_xlabel("megabytes sent by a rank", color=pictures.INK)
+    axes.set_ylabel("training loss, nats per byte", color=pictures.INK)
+    pictures.plain_ticks(axes.xaxis)
+    pictures.title(axes, "The same steps for fewer bytes")
+    axes.margins(x=0.12, y=0.12)
     with new_file(picture) as file:
         figure.savefig(file, dpi=130, format=picture.suffix[1:].lower())
     console.print(f"\nLoss against megabytes sent: {picture}", highlight=False)

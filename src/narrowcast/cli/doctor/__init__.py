@@ -1,6 +1,7 @@
 """`narrowcast doctor`: versions, the machine, which kernels run, whether they are right, and how to fix what is wrong.
 
-This module has the arguments and the printing. `health.py` examines the installation, `agreement.py` compares kernels.
+This module has the arguments and the printing. `health.py` examines the installation, `agreement.py` compares kernels,
+`group.py` measures the links between ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from narrowcast.cli.doctor.group import examine_group
 from narrowcast.cli.shared.bars import share_bar
 from narrowcast.cli.shared.failing import FAILED
 
@@ -21,13 +23,21 @@ if TYPE_CHECKING:
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    group: Annotated[
+        bool, typer.Option("--group", help="Under torchrun: measure every pair of ranks, and name the slow link.")
+    ] = False,
 ) -> None:
     """Check the installation: versions, CPU and GPU, kernels, whether their bytes agree, and what is missing.
 
     The exit code is 1 if there is a fault. Each fault comes with the command that fixes it.
 
     Example: narrowcast doctor --json > doctor.json
+
+    The network: torchrun --nproc-per-node 4 --no-python narrowcast doctor --group
     """
+    if group:
+        examine_group(as_json)
+        return
     report = _examine()
     if as_json:
         print(json.dumps(report))

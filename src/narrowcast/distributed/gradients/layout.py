@@ -34,9 +34,10 @@ UNIT = 128
 SECTION = 1 << 19
 """Elements of a section, at most."""
 
-CHUNK, CHUNK_COLUMNS = 1 << 21, 1 << 14
-"""Elements of a chunk, about; with many ranks, as many as make so many columns, since each row is a message. It bounds
-the memory in which gradients are put side by side: a few times this."""
+CHUNK, CHUNK_COLUMNS = 1 << 21, 1 << 16
+"""Elements of a chunk, about; with more than 32 ranks, as many as make so many columns, since each row is a message: 33
+KB in int4, which take a link of 1 Gbit/s 0.28 ms and the processor about 0.13 (bench/results/messages.md). It bounds
+the memory in which gradients are put side by side: a few times this, or the bucket."""
 
 
 @dataclass(frozen=True)

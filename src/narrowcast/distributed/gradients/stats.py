@@ -8,6 +8,7 @@ had handed over its last bucket, when nothing is left to hide it.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -146,10 +147,11 @@ class GradientStats:
             self.uncompressed[f"gather: {reason}"] = self.uncompressed.get(f"gather: {reason}", 0) + 1
 
     def scalars(self) -> dict[str, float]:
-        """Everything that a plot over steps can show."""
+        """Everything that a plot over steps can show. Names are such as MLflow takes: letters, digits, spaces, _-.:/"""
         named = ("saved_bytes", "sent_bytes", "ratio", "hidden_seconds", "exposed_seconds")
         scalars = {name: float(getattr(self, name)) for name in (*named, "residual_norm", "owner_residual_norm")}
-        scalars |= {f"uncompressed/{reason}": float(count) for reason, count in self.uncompressed.items()}
+        for reason, count in self.uncompressed.items():
+            scalars[f"uncompressed/{re.sub('[^A-Za-z0-9_.:/ -]', ' ', reason)}"] = float(count)
         for index, bucket in self.buckets.items():
             for name in ("sqnr", "owner_sqnr"):
                 if math.isfinite(getattr(bucket, name)):

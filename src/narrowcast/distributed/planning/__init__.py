@@ -1,7 +1,8 @@
 """Which codec pays on which link: codec="auto" and `narrowcast plan`.
 
 link          what lies between ranks, measured or on paper
-codec_speed   how fast each codec is here
+codec_speed   how fast each codec is here; devices: on GPUs by name
+advice        larger buckets, fewer meetings
 prediction    how long a step's reductions take
 planner       the choice
 """

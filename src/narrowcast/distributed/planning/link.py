@@ -52,8 +52,10 @@ PAYLOAD = 0.95
 """The share of a link's bits that is left for rows: 1,448 bytes of every frame of 1,514 to 1,538."""
 
 MESSAGE_S = {"cpu": 130e-6, "cuda": 5e-6}
-"""What a row to a peer and one from it take the lane's thread, and about what a step takes gloo's: half of what the
-processor time of a small all_reduce grew by with every rank, from 4 to 16 (a Xeon). NCCL: assumed."""
+"""What a row to a peer and one from it take a rank's processor, and about what a step takes gloo's: half of what the
+processor time of a small all_reduce grew by with every rank, from 4 to 16 (a Xeon); 110 to 136 us with 64 and 256 ranks
+(bench/results/scale.md); 165 to 220 us with coding, on two cores that others used, too (bench/results/messages.md).
+NCCL: assumed."""
 
 LOCAL_BITS_PER_S = {"cpu": 10e9, "cuda": 1000e9}
 """Assumed, where a plan on paper is not told: loopback and adding up by gloo's ranks, and NVLink."""
@@ -71,7 +73,7 @@ class Link:
     bandwidth_bytes_per_s: float
     """Of large rows, to all others together."""
     message_s: float = 0.0
-    """What each row of a trip takes the host, on top of `latency_s`: on paper; a measured latency holds it already."""
+    """What each row takes the processor, beside the wire: on paper; a measured latency holds it already."""
     step_s: float | None = None
     """One of the 2(N-1) steps of the ring; None: as a trip with one row."""
     ring_bytes_per_s: float | None = None

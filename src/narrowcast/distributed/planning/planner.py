@@ -28,6 +28,7 @@ from narrowcast.codecs import Codec
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed.gradients.options import Mode
 from narrowcast.distributed.meshes import Given, meet_hosts, ranks_in, size_of
+from narrowcast.distributed.planning.advice import Advice, advise
 from narrowcast.distributed.planning.codec_speed import CodecSpeed, measure_codecs
 from narrowcast.distributed.planning.link import STREAM_S, Link, average, measure_link, members_of, slowest, timed
 from narrowcast.distributed.planning.prediction import NONE, Prediction, predict, predict_by_hosts, predict_plain
@@ -57,6 +58,8 @@ class Plan:
     margin: float
     hosts: int = 1
     """Hosts that share the ranks evenly, where several do."""
+    advice: Advice | None = None
+    """What else would make it shorter, where messages and trips take a tenth of the time or more."""
 
     @property
     def codec(self) -> Codec | None:
@@ -131,15 +134,22 @@ def decide(
     if hosts < 1 or ranks % hosts:
         raise SpecError(f"hosts={hosts}: {ranks} ranks cannot share them evenly. Hosts have as many ranks each.")
     options: dict[str, Any] = {"gradients": gradients, "error_feedback": error_feedback, "eager": eager}
-    predictions = [predict_plain(buckets, ranks, link, dtype)]
-    for spec, speed in speeds.items():
+
+    def predicted(spec: str, buckets: Sequence[int], link: Link) -> Prediction:
+        if spec == NONE:
+            return predict_plain(buckets, ranks, link, dtype)
         if 1 < hosts < ranks:
-            found = predict_by_hosts(buckets, ranks, hosts, link, as_codec(spec), speed, **options)
-        else:
-            found = predict(buckets, ranks, link, as_codec(spec), speed, **options)
-        predictions.append(found)
+            return predict_by_hosts(buckets, ranks, hosts, link, as_codec(spec), speeds[spec], **options)
+        return predict(buckets, ranks, link, as_codec(spec), speeds[spec], **options)
+
+    predictions = tuple(predicted(spec, buckets, link) for spec in (NONE, *speeds))
     best, reason = choose(predictions, margin)
-    return Plan(best.codec, reason, tuple(predictions), link, ranks, tuple(buckets), dtype, margin, hosts)
+
+    def again(megabytes: float, link: Link) -> Prediction:
+        return predicted(best.codec, buckets_of(sum(buckets), dtype, megabytes), link)
+
+    advice = advise(best, link, max(buckets) * dtype.itemsize / 2**20, again) if gradients else None
+    return Plan(best.codec, reason, predictions, link, ranks, tuple(buckets), dtype, margin, hosts, advice)
 
 
 def buckets_of(params: int, dtype: torch.dtype = torch.float32, megabytes: float = 25.0) -> list[int]:

@@ -3,10 +3,11 @@
 Nothing else enters: not what the backward pass hides, nor what the reduction takes from the processor.
 
 - Uncompressed ("none"), the ring: each rank sends 2(N-1)/N of the bytes in 2(N-1) steps.
-- In a codec, the two-stage reduction: the bytes of its rows and headers; two trips where rows travel with the header,
-  else three; and coding. A bucket in P chunks hides coding behind the wire, or the wire behind coding, except for the
-  first and the last chunk: the longer of the two counts whole, and 1/P of the shorter. Where the link's `overlap` is
-  less than 1 (ranks that share cores with the wire), more of the shorter counts.
+- In a codec, the two-stage reduction: on the wire, the bytes of its rows and headers, and two trips where rows travel
+  with the header, else three; at work, coding, and what every message takes the processor. A bucket in P chunks hides
+  work behind the wire, or the wire behind work, except for the first and the last chunk: the longer of the two counts
+  whole, and 1/P of the shorter. Where the link's `overlap` is less than 1 (ranks that share cores with the wire), more
+  of the shorter counts. That messages hide behind the wire is measured: bench/results/messages.md.
 - Where ranks share hosts, the same between hosts, of what each place on a host has; and the bytes within hosts, there
   and back.
 """
@@ -44,6 +45,8 @@ class Prediction:
     bytes: int
     """Sent by a rank, headers included; where several ranks share a host, by a host to others."""
     noise: float = 0.0
+    message_seconds: float = 0.0
+    """Of the processor, for messages, on paper; a ring's are part of its wire's. Trips are not in it."""
 
 
 def predict_plain(buckets: Sequence[int], ranks: int, link: Link, dtype: torch.dtype = torch.float32) -> Prediction:
@@ -53,7 +56,8 @@ def predict_plain(buckets: Sequence[int], ranks: int, link: Link, dtype: torch.d
         size = numel * dtype.itemsize
         seconds += count * link.ring_s(size, ranks)
         sent += count * (2 * (ranks - 1) * size // ranks)
-    return Prediction(NONE, seconds, seconds, 0.0, sent)
+    messages = len(buckets) * 2 * (ranks - 1) * (link.message_s if link.step_s is None else 0.0)
+    return Prediction(NONE, seconds, seconds, 0.0, sent, message_seconds=messages)
 
 
 def predict(
@@ -76,17 +80,18 @@ def predict(
     coding_each = _coding_s(ranks, speed)
     if gradients:
         coding_each += _gradients_s(ranks, speed, mode_of(error_feedback, codec, None))
-    total = wire = coding = 0.0
+    total = wire = coding = messages = 0.0
     sent = 0
     for numel, count in Counter(buckets).items():
         nbytes, chunks, trips = _traffic(numel, ranks, codec, eager, gradients)
         on_wire = trips * link.latency_s + nbytes / link.bandwidth_bytes_per_s
-        on_wire += (trips - 2 + 2 * chunks) * (ranks - 1) * link.message_s
-        at_work = numel * coding_each
+        on_rows = (trips - 2 + 2 * chunks) * (ranks - 1) * link.message_s
+        at_work = numel * coding_each + on_rows
         hidden = link.overlap * (1 - 1 / chunks)
         total += count * link.drag * (max(on_wire, at_work) + min(on_wire, at_work) * (1 - hidden))
-        wire, coding, sent = wire + count * on_wire, coding + count * at_work, sent + count * nbytes
-    return Prediction(codec.spec, total, wire, coding, sent, speed.noise)
+        wire, messages, sent = wire + count * on_wire, messages + count * on_rows, sent + count * nbytes
+        coding += count * numel * coding_each
+    return Prediction(codec.spec, total, wire, coding, sent, speed.noise, messages)
 
 
 def predict_by_hosts(

@@ -1,0 +1,88 @@
+"""What `narrowcast plan` may be told: numbers with units, rates of links, and which options belong together."""
+
+from __future__ import annotations
+
+import re
+
+from narrowcast.cli.shared.failing import refuse
+
+COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+PREFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+RATES = {f"{prefix}{unit}": size for unit in ("bit", "bps") for prefix, size in PREFIXES.items()}
+"""Bits a second. "gbps" means bits to most people, so it does here; "GBps" and "GB/s" mean bytes, and are refused."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def parse_amount(
+    option: str, text: str, units: dict[str, int] | dict[str, float], example: str, least: float = 0
+) -> float:
+    """A number with its unit, such as 124M or 50us."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+) ?([a-z]*)", text.strip().replace("_", ""), re.IGNORECASE)
+    unit = match[2].lower() if match else ""
+    if match is None or unit not in units:
+        known = ", ".join(name for name in units if name)
+        refuse(f"{option} {text!r}: expected a number and a unit ({known}), such as {example}.")
+    value = float(match[1]) * units[unit]
+    if value < least:
+        refuse(f"{option} {text!r}: must be at least {least:g}. Write, for example, {example}.")
+    return value
+
+
+def parse_rate(option: str, text: str) -> float:
+    """Bits a second: 10gbit, 10gbps, 25Gbit/s."""
+    bare = re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE)
+    if re.search(r"[kmgtKMGT]i?B(ps)?$", bare) or re.search(r"[kmgt]b$", bare, re.IGNORECASE):
+        refuse(
+            f"{option} {text!r}: could mean bits or bytes. Rates of links are bits a second: write gbit or gbps, as in "
+            "10gbit; 1 GB/s is 8gbit."
+        )
+    return parse_amount(option, bare, RATES, "100mbit, 10gbit or 10gbps", least=1)
+
+
+def parse_rates(option: str, text: str, links: int) -> list[float]:
+    """The rates of links, with commas between: one for all, or several of those that there are."""
+    rates = [parse_rate(option, each) for each in text.split(",")]
+    if len(rates) > max(1, links):
+        refuse(
+            f"{option} {text!r}: has {len(rates)} rates for {links} links. Give one for all, or one for each link that "
+            "differs: the slowest decides."
+        )
+    return rates
+
+
+def count_ranks(ranks: int | None, hosts: int, per_host: int | None, bandwidth: str | None) -> int:
+    """How many ranks a plan on paper has; refuses what does not fit together."""
+    if per_host is not None:
+        if per_host < 1:
+            refuse(
+                f"--ranks-per-host {per_host}: must be at least 1. Write, for example, --hosts 8 --ranks-per-host 8."
+            )
+        if ranks is not None and ranks != hosts * per_host:
+            refuse(
+                f"--ranks {ranks}: {hosts} hosts of {per_host} ranks are {hosts * per_host}, by --hosts and "
+                "--ranks-per-host. Leave --ranks out."
+            )
+        ranks = hosts * per_host
+    if ranks is None and bandwidth is None:
+        refuse(
+            "a single process has no network to measure. Start several with `torchrun --nproc-per-node 4 --no-python "
+            "narrowcast plan ...`, or plan on paper with --ranks 16 --bandwidth 10gbit."
+        )
+    if ranks is None or bandwidth is None:
+        missing = "--ranks 16" if ranks is None else "--bandwidth 10gbit"
+        refuse(f"a plan on paper needs both --ranks and --bandwidth. Add, for example, {missing}.")
+    if ranks < 2:
+        refuse(f"--ranks {ranks}: must be at least 2. Write, for example, --ranks 16.")
+    if hosts < 1 or ranks % hosts:
+        refuse(f"--hosts {hosts}: {ranks} ranks cannot share them evenly. Hosts have as many ranks each.")
+    return ranks
+
+
+def check_options(dtype: str, bucket_mb: float, margin: float) -> None:
+    if dtype not in DTYPES:
+        refuse(f"--dtype {dtype!r}: is none of {', '.join(DTYPES)}. Write, for example, --dtype bf16.")
+    if not 0 < bucket_mb < 1e6:
+        refuse(f"--bucket-mb {bucket_mb}: must be more than 0, and in MB. DDP's default is --bucket-mb 25.")
+    if not 0 <= margin < 10:
+        refuse(f"--margin {margin}: must be 0 or more, as a share of the fastest time. Write 0.1 for 10%.")
