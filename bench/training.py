@@ -17,8 +17,9 @@ four ranks shares this machine's cores, so the many trainings of `quality` take 
               before the last are taken on a quarter of that text.
     memory    what a compression keeps between steps, in bytes a parameter, and rank 0's peak memory beside DDP's own.
 
-Time to a loss is the curve of `quality` on the clock of `speed`, for the same model; plain steps of a warm-up cost what
-fp32 costs. Every result is written when it is there, and a second call does only what is missing (`--again`: all).
+Time to a loss is the curve of `quality` on the clock of `speed`, for the same model; steps of a warm-up cost what fp32
+costs, or int8 where the momentum travels after it. Every result is written when it is there, and a second call does
+only what is missing (`--again`: all).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
 PARTS = ("speed", "quality", "memory", "report")
 SPEED = (
     *("fp32", "fp16 hook", "PowerSGD 1", "PowerSGD 4", "per-tensor hook"),
-    *("int8", "int4+EF", "int2+EF", "sign+EF", "auto", "no exchange"),
+    *("int8", "int4+EF", "int2+EF", "sign+EF", "momentum sign", "auto", "no exchange"),
 )
 NOT_TRAINED = {"auto", "no exchange"}
 

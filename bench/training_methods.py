@@ -1,7 +1,8 @@
 """The ways to add up gradients that bench/training.py compares: a name each, and one function that sets any of them up.
 
-`attach(method, model, warmup_steps)` wraps a model in DDP and returns it with the state of its compression, None where
-there is none. Every rank must call it alike. Competitors run as their authors meant them, as far as gloo runs them:
+`attach(method, model, warmup_steps, optimizer)` wraps a model in DDP and returns it with the state of its compression,
+None where there is none. Every rank must call it alike. Competitors run as their authors meant them, as far as gloo
+runs them:
 
 - PowerSGD gets one bucket, since its hook mixes up the collectives of several. Its first tenth of the steps is plain,
   as its documentation suggests; "at once" starts it after two.
@@ -43,8 +44,12 @@ class Method:
     competitor: bool = False
     timed_as: str = ""
     """The method that takes as long for a step after the warm-up, where it is not timed itself."""
+    warmup_as: str = "fp32"
+    """The method that takes as long for a step of the warm-up."""
 
     def warmup_steps(self, steps: int) -> int:
+        if self.kind == "momentum":
+            return max(1, round(self.warmup * steps))
         # PyTorch's PowerSGD with error feedback insists on two plain steps at the least.
         return max(2, round(self.warmup * steps)) if self.kind == "powersgd" else round(self.warmup * steps)
 
@@ -53,12 +58,19 @@ def _narrowcast(codec: str, error_feedback: bool, warmup: float = 0.0) -> Method
     return Method(codec + ("+EF" if error_feedback else ""), "narrowcast", codec, error_feedback, warmup=warmup)
 
 
+def _momentum(codec: str, warmup: float, warmup_as: str = "int8") -> Method:
+    options = {"warmup": warmup, "warmup_as": warmup_as, "timed_as": f"momentum {codec}"}
+    name = f"momentum {codec}" if warmup == WARMUP else f"momentum {codec} {warmup:.0%}"
+    return Method(name, "momentum", codec, True, **options)  # type: ignore[arg-type]
+
+
 METHODS = {
     method.name: method
     for method in (
         Method("fp32", "plain", competitor=True),
         Method("fp16 hook", "fp16", competitor=True),
         Method("PowerSGD 1", "powersgd", rank=1, warmup=0.1, competitor=True),
+        Method("PowerSGD 2", "powersgd", rank=2, warmup=0.1, competitor=True),
         Method("PowerSGD 4", "powersgd", rank=4, warmup=0.1, competitor=True),
         Method("PowerSGD 4 at once", "powersgd", rank=4, competitor=True, timed_as="PowerSGD 4"),
         Method("per-tensor hook", "per_tensor", competitor=True),
@@ -70,13 +82,16 @@ METHODS = {
         _narrowcast("int2", False),
         _narrowcast("sign", True, WARMUP),
         _narrowcast("sign", False, WARMUP),
+        _momentum("sign", WARMUP),
+        _momentum("sign", 0.1),
+        _momentum("int2", WARMUP),
         Method("auto", "narrowcast", "auto", True),
         Method("no exchange", "alone"),
     )
 }
 
 
-def attach(method: Method, model: nn.Module, warmup_steps: int) -> tuple[DDP, Any]:
+def attach(method: Method, model: nn.Module, warmup_steps: int, optimizer: nc.optim.AdamW) -> tuple[DDP, Any]:
     """The model in DDP, and the state of its compression. Models start alike by their seed: nothing is sent first."""
     if method.kind == "powersgd":
         ddp = DDP(model, init_sync=False, bucket_cap_mb=ONE_BUCKET)
@@ -88,6 +103,9 @@ def attach(method: Method, model: nn.Module, warmup_steps: int) -> tuple[DDP, An
         ddp.register_comm_hook(None, fp16_compress_hook)
     elif method.kind == "per_tensor":
         ddp.register_comm_hook(None, per_tensor_hook)
+    elif method.kind == "momentum":
+        options = {"momentum": optimizer, "warmup_steps": warmup_steps, "warmup_codec": method.warmup_as}
+        return ddp, nc.compress_gradients(ddp, method.codec, **options)
     elif method.kind == "narrowcast":
         options = {"error_feedback": method.error_feedback, "warmup_steps": warmup_steps}
         return ddp, nc.compress_gradients(ddp, method.codec, **options)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import narrowcast as nc
 from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
 from narrowcast.netlab import read
 from training_methods import METHODS, Method, attach, tensors_in
@@ -36,11 +37,12 @@ class Trainer:
     def __init__(self, job: dict[str, Any], method: Method, seed: int, warmup_steps: int, steps: int) -> None:
         self.config = GPTConfig(**job["config"])
         model = ByteGPT(self.config, seed=seed)
-        self.ddp, self.compression = attach(method, model, warmup_steps)
         decayed = [p for p in model.parameters() if p.dim() > 1]
         plain = [p for p in model.parameters() if p.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=job["rate"], betas=(0.9, 0.95), fused=True)
+        # torch's own, to the bit, where the momentum does not travel.
+        self.optimizer = nc.optim.AdamW(groups, lr=job["rate"], betas=(0.9, 0.95), fused=True)
+        self.ddp, self.compression = attach(method, model, warmup_steps, self.optimizer)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: warm_cosine(step, steps))
         text = stdlib_text()
         self.data = batches(text, self.config.context, job["batch"], seed=seed, rank=dist.get_rank())

@@ -151,9 +151,9 @@ def mean_curve(seeds: dict[int, Any]) -> list[tuple[int, float]]:
 
 
 def spent(name: str, step: float, steps: int, cost: dict[str, float]) -> float:
-    """Seconds, or bytes, when a step is done: plain steps of the warm-up cost what fp32 costs."""
+    """Seconds, or bytes, when a step is done: those of the warm-up cost what fp32 costs, or what they travel in."""
     plain = min(step, METHODS[name].warmup_steps(steps))
-    return plain * cost["fp32"] + (step - plain) * cost[METHODS[name].timed_as or name]
+    return plain * cost[METHODS[name].warmup_as] + (step - plain) * cost[METHODS[name].timed_as or name]
 
 
 def crossing(curve: list[tuple[int, float]], level: float) -> float | None:

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 
 import ranks
 
+import narrowcast as nc
 import training_report as report
 from training import Results, write
 from training_methods import METHODS, attach
@@ -121,7 +122,7 @@ def _gradient(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     model = nn.Linear(64, 32, bias=False)
     with torch.no_grad():
         model.weight.fill_(0.1)
-    ddp, _ = attach(METHODS["per-tensor hook"], model, 0)
+    ddp, _ = attach(METHODS["per-tensor hook"], model, 0, nc.optim.AdamW(model.parameters()))
     ddp(inputs).square().mean().backward()
     alone = nn.Linear(64, 32, bias=False)
     with torch.no_grad():
