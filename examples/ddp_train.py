@@ -5,23 +5,21 @@
         --rdzv-endpoint localhost:29500 examples/ddp_train.py --folder run     # goes on when a rank is killed
     python examples/ddp_train.py        # the same with one process, which sends nothing
 
-`--codec` takes any codec, "auto" to let narrowcast measure the link and choose, or "none". With `--folder`, there is a
-checkpoint every `--save-every` steps and at the end: the first rank saves the model and the optimizer, and every rank
-its residuals. The next call, or the ranks that torchrun starts again, resume from the last one, bit for bit on as many
-ranks. On another number of ranks residuals are re-dealt. (Without that variable torch 2.13 gives ranks that are started
-again the store of before, and they look for each other where they were.)
+`--codec` takes any codec, "auto" to let narrowcast measure the link and choose, or "none". With `--folder`, there is
+a checkpoint now and then, of all ranks (checkpoints.py). The next call, or the ranks that torchrun starts again, go on
+from there: bit for bit on as many ranks; on others, residuals are re-dealt. (Without that variable torch 2.13 gives
+ranks that are started again the old store, and they look for each other where they were.)
 """
 
 import argparse
 import itertools
 import os
-import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from checkpoints import resume, save  # beside this file
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
@@ -30,53 +28,13 @@ from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_tex
 
 def join() -> torch.device:
     """Join the ranks that torchrun started, or be the only one."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, **alone)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
     return device
-
-
-def save(folder: Path, step: int, model: Any, optimizer: Any, compression: nc.GradientCompression) -> None:
-    """Write a checkpoint of all ranks. It counts from when `latest` names it: a rank may die in the middle."""
-    place = folder / f"step_{step}"
-    place.mkdir(parents=True, exist_ok=True)
-    torch.save(compression.state_dict(), place / f"gradients_{dist.get_rank()}.pt")
-    if dist.get_rank() == 0:
-        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        torch.save(saved | {"ranks": dist.get_world_size()}, place / "model.pt")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (folder / "next").write_text(place.name)
-        (folder / "next").replace(folder / "latest")
-        for old in folder.glob("step_*"):
-            if old != place:
-                shutil.rmtree(old, ignore_errors=True)
-
-
-def resume(folder: Path, model: Any, optimizer: Any, compression: nc.GradientCompression) -> int:
-    """Load the last checkpoint, if there is one; the step after which it was taken."""
-    if not (folder / "latest").exists():
-        return 0
-    place, rank = folder / (folder / "latest").read_text(), dist.get_rank()
-    saved = torch.load(place / "model.pt", map_location="cpu", weights_only=True)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    states = [place / f"gradients_{each}.pt" for each in range(saved["ranks"])]
-    if saved["ranks"] == dist.get_world_size():
-        compression.load_state_dict(torch.load(states[rank], weights_only=True))
-    elif saved["ranks"] == 1:  # which had nothing to send, and so no residuals
-        compression.load_state_dict(torch.load(states[0], weights_only=True), residuals="drop")
-    else:
-        everyone = [torch.load(state, weights_only=True) for state in states]
-        how = "redistribute" if everyone[0]["ranks"] else "drop"  # none, where nothing has been compressed yet
-        compression.load_state_dict(everyone, residuals=how)
-    if rank == 0:
-        print(f"resumed after step {saved['step']}")
-    return int(saved["step"])
 
 
 def main() -> None:

@@ -54,6 +54,7 @@ def lines_of(script: str, *options: str) -> list[list[str]]:
 def rank_of_example(rank: int, script: str, options: tuple[str, ...], port: int) -> list[str]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # as torchrun does; RANK and the rest are set
     sys.argv = [script, *options]
+    sys.path.insert(0, str(EXAMPLES))  # as Python does for a script
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     return printed.getvalue().splitlines()
@@ -112,6 +113,10 @@ def worker_of(parent: int, rank: str) -> int:
 def test_a_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
     options = [*SMALL, "--folder", str(tmp_path / "run")]
     lines_of("ddp_train.py", *options, "--steps", "2", "--save-every", "1")
+    command = [sys.executable, str(EXAMPLES / "checkpoints.py"), str(tmp_path / "run")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    assert said[0].startswith(f"{tmp_path / 'run' / 'step_2'}: step 2, 2 ranks, ")
+    assert [line.split(",")[0] for line in said[1:]] == ["rank 0: int4", "rank 1: int4"]
     more = ranks.run(3, rank_of_example, "ddp_train.py", (*options, "--steps", "4"), free_port(), init=False)
     assert more[0][0] == "resumed after step 2"
     assert len(losses(more[0])) == 2

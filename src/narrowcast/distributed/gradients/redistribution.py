@@ -97,11 +97,13 @@ def _check_all(states: Sequence[State]) -> None:
     """Raise unless these are the states of all ranks of one run, at one step."""
     holders = [_holder(state) if isinstance(state, Mapping) else Holder(-1, -1) for state in states]
     ranks = holders[0].ranks if holders else 0
+    if holders and all(holder == Holder(0, 0) for holder in holders):
+        return  # there are no residuals: nothing has been compressed yet
     if not holders or len(states) != ranks or sorted(holder.rank for holder in holders) != list(range(ranks)):
         told = ", ".join(sorted({f"rank {holder.rank} of {holder.ranks}" for holder in holders})) or "none"
         raise StateDictError(
             f'state: residuals="redistribute" takes the states of all ranks that saved, one of each, got {told}. If '
-            'one is lost, or nothing was compressed yet, load another with residuals="drop".'
+            'one is lost, load another with residuals="drop".'
         )
     alike = {(state["step"], state["seed"], state["codec"], state["error_feedback"]) for state in states}
     if len(alike) > 1:
