@@ -171,10 +171,8 @@ class FormedMomentum:
             self.optimizer.divisor_of(parameter).to(self.gradients[0].dtype) for parameter in self.parameters
         ]
         torch._foreach_div_(self.gradients, self._divisors)
-        zero_or_nan = torch._foreach_mul(self.gradients, 0.0)  # an Inf must not become a 4: the step is to be skipped
-        torch._foreach_clamp_max_(self.gradients, LARGEST)
-        torch._foreach_clamp_min_(self.gradients, -LARGEST)
-        torch._foreach_add_(self.gradients, zero_or_nan)
+        for gradient in self.gradients:
+            _bound(gradient)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -185,3 +183,11 @@ class FormedMomentum:
         if self.scale is not None:
             torch._foreach_mul_(self.gradients, self.scale)
         self._divisors = []
+
+
+def _bound(momentum: Tensor) -> None:
+    """Clamp a momentum in place. One that is not finite stays so: the step is to be skipped."""
+    if momentum.numel():
+        ends = torch.stack(torch.aminmax(momentum))
+        momentum.clamp_(-LARGEST, LARGEST)
+        momentum[(0,) * momentum.dim()] += (ends - ends).sum()  # zero, or NaN
