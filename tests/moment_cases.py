@@ -42,8 +42,11 @@ def operands(spec: str, shape: tuple[int, int], dtype: torch.dtype, *, hostile: 
     return parameter, first, second, grad
 
 
-def stepped(kernel: Any, tensors: tuple[Tensor, ...], spec: str, *, takes_momentum: bool = False) -> list[bytes]:
+def stepped(
+    kernel: Any, tensors: tuple[Tensor, ...], spec: str, *, takes_momentum: bool = False, device: str = "cpu"
+) -> list[bytes]:
     """What a kernel leaves, to the bit."""
-    parameter, first, second, grad = (tensor.clone() for tensor in tensors)
-    kernel.adamw(parameter, first, second, grad, recipe_of(spec), 77, takes_momentum, STEP)
-    return [each.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in (parameter, first, second)]
+    parameter, first, second, grad = (tensor.clone().to(device) for tensor in tensors)
+    recipe = nc.codec(spec).recipe(parameter.device)
+    kernel.adamw(parameter, first, second, grad, recipe, 77, takes_momentum, STEP)
+    return [each.cpu().view(-1).view(torch.uint8).numpy().tobytes() for each in (parameter, first, second)]

@@ -35,6 +35,7 @@ def adamw(
         m = decode_float32(first, numel, recipe) * step.beta1 + g * step.take1
         v = v * step.beta2 + (g * step.take2) * g
         second = encode_second(v, second_format(recipe.format), ~seed)
+    m = torch.where(m.isnan(), NAN, m)
     root = v.double().sqrt().float()  # correctly rounded; torch's of fp32 is not, where MKL computes it
     p = p * step.decay - (m / (root * step.correction + step.eps)) * step.size
     return cast_output(torch.where(p.isnan(), NAN, p), parameter.dtype), encode(m, recipe, seed), second

@@ -95,7 +95,10 @@ void adamw(const Kernels& k, const Spec& first, const Spec& second, const Moment
             exponents[(begin + i) / size] = encode_second(v + i, std::min(size, count - i), draws + i, codes + i);
         }
     }
-    const Floats moment{at.takes_momentum ? g : m, F32, begin};
+    if (first.element == FP32) {  // the others have one NaN anyway
+        for (int64_t i = 0; i < count; ++i) m[i] = canonical(at.takes_momentum ? g[i] : m[i]);
+    }
+    const Floats moment{at.takes_momentum && first.element != FP32 ? g : m, F32, begin};
     if (first.scale == NO_SCALE) k.quantize(first, moment, begin, count, Scaling{1.0f, 1.0f, 0}, at.first, at.first_key);
     else k.encode(first, moment, begin, count, at.first, at.first_key);
     for (int64_t i = 0; i < count; ++i) p[i] = canonical(p[i]);
