@@ -33,6 +33,7 @@ from narrowcast.kernels.layout import layout
 from narrowcast.kernels.moments import MOST_BLOCK, second_format, second_recipe, step_of
 from narrowcast.kernels.operators.adamw import adamw_
 from narrowcast.optim.update import COUNT
+from narrowcast.optim.update import local as _local
 
 FIRST, SECOND = "exp_avg_rows", "exp_avg_sq_rows"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -172,11 +173,6 @@ def shapes(parameter: Tensor, spec: str) -> dict[str, tuple[int, int]]:
 
 
 # -- tensors and their shards ------------------------------------------------------------------------------------------
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _matrix(tensor: Tensor) -> Tensor:
