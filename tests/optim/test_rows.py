@@ -119,6 +119,13 @@ def test_a_positive_second_moment_never_becomes_zero_and_zero_stays_zero() -> No
         assert again.isfinite().all()
 
 
+def test_the_bytes_of_a_second_moment() -> None:
+    """Codes, a power of two for each block of 8, padding. Beside 1, what is below 2**-30.75 has code 1."""
+    v = torch.tensor([[0.0, 1.0, 0.25, 2.0**-10, 1e-12, 3e-38, 0.5, 0.0, 1.0, 0.0]], dtype=torch.float32)
+    rows = reference.encode_second(v, moments.second_format(nc.codec("int8:block=8").format), 0)
+    assert rows.tolist() == [[0, 247, 231, 167, 1, 1, 239, 0, 247, 0, 128, 128, 0, 0, 0, 0]]
+
+
 def test_levels_do_not_depend_on_the_block_so_what_does_not_change_keeps_its_value() -> None:
     format = moments.second_format(nc.codec("int8").format)
     recipe = moments.second_recipe(nc.codec("int8").format, torch.device("cpu"))
