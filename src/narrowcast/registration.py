@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-MODULES = ("rows", "linear", "fake_quantize", "integer")
+MODULES = ("rows", "linear", "fake_quantize", "integer", "adamw")
 """The modules of kernels/operators that declare operators."""
 
 

@@ -16,9 +16,10 @@ from typing import Any, Concatenate, ParamSpec, cast
 import torch
 from torch import Tensor
 
-from narrowcast.kernels import arguments, operations, reference
+from narrowcast.kernels import arguments, moments, operations, reference
 from narrowcast.kernels.arguments import Result
 from narrowcast.kernels.layout import Grid, Recipe
+from narrowcast.kernels.moments import Step
 from narrowcast.kernels.operations import Operation
 
 P = ParamSpec("P")
@@ -75,6 +76,34 @@ class Kernel:
     ) -> None:
         raise NotImplementedError
 
+    def adamw(
+        self,
+        parameter: Tensor,
+        first: Tensor,
+        second: Tensor,
+        grad: Tensor,
+        recipe: Recipe,
+        seed: int,
+        takes_momentum: bool,
+        step: Step,
+    ) -> None:
+        """One step of AdamW, in place: the parameter and the rows of its moments (moments.py)."""
+        moments.adamw(parameter, first, second, grad, recipe, seed, takes_momentum, step)
+        self._adamw(parameter, first, second, grad, recipe, seed, takes_momentum, step)
+
+    def _adamw(
+        self,
+        parameter: Tensor,
+        first: Tensor,
+        second: Tensor,
+        grad: Tensor,
+        recipe: Recipe,
+        seed: int,
+        takes_momentum: bool,
+        step: Step,
+    ) -> None:
+        raise NotImplementedError
+
     def fresh(self, out: Tensor) -> None:
         """A hint: `out` is new memory, about to be written whole."""
 
@@ -94,6 +123,11 @@ class Reference(Kernel):
         of_x, of_scale = reference.fake_quantize_backward(grad, x, scale, grid)
         dx.copy_(of_x)
         dscale.copy_(of_scale)
+
+    def _adamw(self, parameter: Tensor, first: Tensor, second: Tensor, grad: Tensor, *rest: Any) -> None:
+        results = reference.adamw(parameter, first, second, grad, *rest)
+        for tensor, result in zip((parameter, first, second), results, strict=True):
+            tensor.copy_(result)
 
 
 def _written(operation: Operation[Any]) -> Callable[..., bool]:

@@ -56,4 +56,4 @@ INTEGER_CONV = Operation("integer_conv", reference.integer_conv, arguments.integ
 FAKE_QUANTIZE = Operation("fake_quantize", reference.fake_quantize, arguments.fake_quantize)
 
 OPERATIONS = (ENCODE, DECODE, DECODE_SUM, DECODE_SUM_ENCODE, LINEAR, INTEGER_LINEAR, INTEGER_CONV, FAKE_QUANTIZE)
-"""All but `fake_quantize_backward`, the only one with two results: contract.py spells it out."""
+"""All but two: `fake_quantize_backward` has two results, `adamw` changes three tensors. contract.py spells them out."""

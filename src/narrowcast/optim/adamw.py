@@ -1,8 +1,9 @@
-"""torch's AdamW, and the way in which it takes a momentum that travelled between ranks.
+"""torch's AdamW, the way in which it takes a momentum that travelled between ranks, and moments held in rows.
 
 `AdamW` has the arguments, the behaviour and the state of torch.optim.AdamW, and gives the same bits: it calls torch's
-own step. It adds one thing. `compress_gradients(..., momentum=optimizer)` averages first moments between ranks instead
-of gradients, and hands them over like this:
+own step. It adds two things. With `state=` it holds the moments of large parameters in rows (rows.py), and steps those
+parameters itself. And `compress_gradients(..., momentum=optimizer)` averages first moments between ranks instead of
+gradients, and hands them over like this:
 
     m = beta1 * optimizer.momentum_of(p) + (1 - beta1) * gradient     # on each rank; beta1 = optimizer.beta1_of(p)
     p.grad = the average of m between ranks
@@ -16,63 +17,127 @@ GradScaler does to `p.grad` before the step, it does to the momentum. Not done: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
+from narrowcast.codecs import Codec
 from narrowcast.errors import OptimizerError
+from narrowcast.optim import loading, rows
+from narrowcast.optim.around_torch import of_torch, unscale
 from narrowcast.optim.update import COUNT, alike, update
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, with its arguments, its bits and its state dicts. It can also step with a momentum that
-    was averaged between ranks: `nc.compress_gradients(ddp, "sign", momentum=optimizer)`."""
+    """`torch.optim.AdamW`, with its arguments, its bits and its state dicts.
+
+    It can also step with a momentum that was averaged between ranks: `nc.compress_gradients(ddp, "sign",
+    momentum=optimizer)`.
+
+    `state` is the codec in which the first moment is held: "int8" makes 2.1 bytes a parameter of both moments, "int4"
+    1.6, instead of 8. The second moment then has 8 bits of its own: floats with 3 bits of mantissa over 32 octaves
+    below a block's largest, rounded at random so that its mean is right, and never from above zero to zero.
+    Parameters with fewer than two dimensions, 4096 elements or 64 elements in a row, and those of fp64, keep their
+    moments in floats: `why_in_floats(parameter)` says why. A parameter group may have a `state` of its own, or None.
+    """
 
     _marked: set[Tensor]
     _places: dict[Tensor, tuple[int, int]]
-
+    _state: str | Codec | None
     _expected_scale: bool | None = None
     """Whether momentums come at the scale of a GradScaler's loss; None where none are expected."""
     grad_scale: Tensor | None
     found_inf: Tensor | None
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._marked, self._places = set(), {}
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state: str | Codec | None = None,
+    ) -> None:
+        self._marked, self._places, self._state = set(), {}, state
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. A group may have a `state` of its own; None keeps its moments in floats."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("state", self._state)
+        if group["state"] is None:
+            del group["state"]  # as torch's groups are
+            return
+        try:
+            rows.check_group(group)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def why_in_floats(self, parameter: Tensor) -> str | None:
+        """Why the moments of a parameter are held in floats; None where they are held in rows."""
+        if self._group_of(parameter).get("state") is None:
+            return "its group has no `state`"
+        return rows.why_in_floats(parameter)
 
     # -- a momentum that travelled -----------------------------------------------------------------------------------
 
     def momentum_of(self, parameter: Tensor) -> Tensor:
         """The first moment of a parameter, with the sign of its gradient; zeros before its first step.
 
-        This is the state itself where it can be: read it, do not write it.
+        This is the state itself where it is held in floats: read it, do not write it.
         """
         group = self._group_of(parameter)
         state = self.state.get(parameter) or {}
-        if "exp_avg" not in state:
+        if rows.FIRST in state:
+            moment = rows.first_moment(parameter, state, group["state"])
+        elif "exp_avg" in state:
+            moment = state["exp_avg"]
+        else:
             return torch.zeros_like(parameter, requires_grad=False)
-        moment: Tensor = state["exp_avg"]
         return -moment if group["maximize"] else moment
 
     def divisor_of(self, parameter: Tensor) -> Tensor:
         """What a step divides a first moment by: the root of the second moment, corrected, plus eps."""
         self._check_takes_momentum(parameter)
         group, state = self._group_of(parameter), self.state[parameter]
-        second: Tensor = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+        if rows.SECOND in state:
+            second = rows.second_moment(parameter, state, group["state"])
+        else:
+            second = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
         correction = 1 - float(group["betas"][1]) ** state.get(COUNT, state["step"])
-        return second.sqrt().div_(correction.sqrt()).add_(group["eps"])
+        divisor: Tensor = second.sqrt().div_(correction.sqrt()).add_(group["eps"])
+        return divisor
 
     def beta1_of(self, parameter: Tensor) -> float:
         """How much of its first moment a parameter keeps in a step."""
         return float(self._group_of(parameter)["betas"][0])
 
     def expect_momentum(self, *, scaled: bool) -> None:
-        """Say before the first backward that momentums will come; `scaled`: at the scale of a GradScaler's loss.
-
-        From then on a GradScaler hands its scale to `step()`, fused or not: one that nobody knew of when the momentum
-        was formed is refused there, instead of a scaled gradient in a momentum that is not.
-        """
+        """Say that momentums will come; `scaled`: at the scale of a GradScaler's loss. One that shows up in a step
+        though nobody knew of it when the momentum was formed is refused there."""
         self._expected_scale = scaled
         self._step_supports_amp_scaling = True
 
@@ -88,14 +153,10 @@ class AdamW(torch.optim.AdamW):
         self._marked.update(parameters)
 
     def take_gradient(self, parameters: Iterable[Tensor]) -> None:
-        """Take back `take_momentum`: the `.grad` of these parameters is a gradient.
-
-        A GradScaler that finds an overflow may call no `step()`; then marks wait for the next one.
-        """
-        parameters = list(parameters)
+        """Take back `take_momentum`, after a step that was skipped: the `.grad` of these parameters is a gradient."""
         for parameter in parameters:
             self._group_of(parameter)
-        self._marked.difference_update(parameters)
+            self._marked.discard(parameter)
 
     @property
     def momentum_pending(self) -> Set[Tensor]:
@@ -107,7 +168,7 @@ class AdamW(torch.optim.AdamW):
             raise OptimizerError(
                 "take_momentum: an optimizer with differentiable=True cannot step with a momentum. Make it without."
             )
-        if "exp_avg_sq" not in (self.state.get(parameter) or {}):
+        if not {"exp_avg_sq", rows.SECOND} & set(self.state.get(parameter) or {}):
             raise OptimizerError(
                 f"take_momentum: a parameter of shape {tuple(parameter.shape)} has no second moment yet, which a step "
                 "with a momentum leaves as it is. Step with gradients first: warmup_steps= of compress_gradients says "
@@ -135,24 +196,26 @@ class AdamW(torch.optim.AdamW):
     # -- states ------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of torch.optim.AdamW."""
-        # Torch casts every tensor but `step` to the parameter's dtype, and bf16 counts to 256. Numbers it leaves alone.
-        states = {
-            key: {**state, COUNT: float(state[COUNT])} if isinstance(state, dict) and COUNT in state else state
-            for key, state in state_dict["state"].items()
-        }
-        super().load_state_dict({**state_dict, "state": states})
+        """Load a state dict of this class, whatever its `state` was, or of torch.optim.AdamW.
+
+        Moments are decoded or encoded where this optimizer holds them in another form than the one that was saved.
+        """
+        last = self.register_load_state_dict_pre_hook(lambda _, given: loading.adapted(given, self.param_groups))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | ({"_marked": self._marked} if self._marked else {})
+        return super().__getstate__() | {"_state": self._state} | ({"_marked": self._marked} if self._marked else {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.setdefault("_marked", set())
-        self.__dict__.setdefault("_places", {})
+        for name, value in (("_marked", set()), ("_places", {}), ("_state", None)):
+            self.__dict__.setdefault(name, value)
+        for parameter, held in state["state"].items():
+            if isinstance(held, dict):
+                loading.unwrapped(held, parameter)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for held in self.state.values():
-            if COUNT in held and not isinstance(held[COUNT], Tensor):
-                held[COUNT] = torch.full_like(held["step"], held[COUNT])
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -164,9 +227,8 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         if self._expected_scale is not None and getattr(self, "found_inf", None) is not None and self._unscale():
             return loss
-        if self._marked or any(self._apart(parameter) for parameter in self.state):
-            self._step_apart()
-        _of_torch(torch.optim.AdamW.step)(self)
+        self._step_apart()
+        of_torch(torch.optim.AdamW.step)(self)
         return loss
 
     @torch.no_grad()
@@ -183,53 +245,54 @@ class AdamW(torch.optim.AdamW):
             self._marked.clear()
             return True
         if scale is not None:
-            grads = [each.grad for group in self.param_groups for each in group["params"] if each.grad is not None]
-            for (device, _), of_device in _by_device(grads).items():
-                torch._foreach_mul_(of_device, scale.double().reciprocal().float().to(device))
+            unscale((each for group in self.param_groups for each in group["params"]), scale)
         return False
 
-    def _apart(self, parameter: Tensor) -> bool:
+    def _in_rows(self, parameter: Tensor, group: dict[str, Any]) -> bool:
+        return group.get("state") is not None and rows.why_in_floats(parameter) is None
+
+    def _apart(self, parameter: Tensor, group: dict[str, Any]) -> bool:
         """Whether a parameter's update is not torch's."""
-        return parameter in self._marked or COUNT in (self.state.get(parameter) or {})
+        return COUNT in (self.state.get(parameter) or {}) or self._in_rows(parameter, group)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _step_apart(self) -> None:
-        """Update the parameters whose two moments have been updated unequally often, and consume the marks."""
+        """Update the parameters that torch's step does not, and consume the marks."""
         marked = self._marked
         for parameter in marked:
             self._check_takes_momentum(parameter)
             self.state[parameter].setdefault(COUNT, self.state[parameter]["step"].clone())
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        skipped = found_inf is not None and bool(found_inf)
-        for group in () if skipped else self.param_groups:
-            apart = [each for each in group["params"] if each.grad is not None and self._apart(each)]
-            if any(each.grad.is_sparse for each in apart):
-                raise OptimizerError("grad: AdamW takes no sparse gradients or momentums. Pass grad.to_dense().")
-            for takes_momentum in (True, False):
-                chosen = [each for each in apart if (each in marked) == takes_momentum]
-                for tensors in alike(chosen, self.state):
-                    update(group, tensors, takes_momentum=takes_momentum, grad_scale=grad_scale)
+        chosen = [
+            (group, [each for each in group["params"] if each.grad is not None and self._apart(each, group)])
+            for group in self.param_groups
+        ]
+        if any(each.grad.is_sparse for _, parameters in chosen for each in parameters if each.grad is not None):
+            raise OptimizerError("grad: AdamW takes no sparse gradients or momentums. Pass grad.to_dense().")
+        found_inf = getattr(self, "found_inf", None)
+        skipped = found_inf is not None and any(parameters for _, parameters in chosen) and bool(found_inf)
+        for group, parameters in () if skipped else chosen:
+            self._update_group(group, parameters)
         marked.clear()
+
+    def _update_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        marked, grad_scale = self._marked, getattr(self, "grad_scale", None)
+        floats = []
+        for parameter in parameters:
+            if not self._in_rows(parameter, group):
+                floats.append(parameter)
+                continue
+            state = self.state[parameter]
+            if not state:
+                state.update(rows.new_state(parameter, group))
+            rows.update(parameter, state, group, takes_momentum=parameter in marked, grad_scale=grad_scale)
+        for takes_momentum in (True, False):
+            for tensors in alike([each for each in floats if (each in marked) == takes_momentum], self.state):
+                update(group, tensors, takes_momentum=takes_momentum, grad_scale=grad_scale)
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
         """What torch's step updates of a group: all but what `_step_apart` has updated."""
-        rest = [each for each in group["params"] if not self._apart(each)]
+        rest = [each for each in group["params"] if not self._apart(each, group)]
         if len(rest) < len(group["params"]):
             group = {**group, "params": rest}
         return super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-
-
-def _by_device(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Tensors that one foreach operation takes at once."""
-    sorted_: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        sorted_.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return sorted_
-
-
-def _of_torch(step: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's step as it was written: the first optimizer of a class wraps it to call hooks, which run around ours."""
-    while getattr(step, "hooked", False):
-        step = cast("Any", step).__wrapped__
-    return step

@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 COUNT = "exp_avg_sq_steps"
 """The key of a parameter's state for the number of updates of its second moment; absent while that is `step`."""
 
 
 class Alike(NamedTuple):
-    """Parameters of one dtype, device and group, with their gradients and states; complex ones as pairs of reals."""
+    """Parameters of one dtype, device and group, with their gradients and states: of complex ones pairs of
+    reals, of sharded ones the shard."""
 
     parameters: list[Tensor]
     grads: list[Tensor]
@@ -88,5 +90,11 @@ def update(group: dict[str, Any], tensors: Alike, *, takes_momentum: bool, grad_
         torch._foreach_addcdiv_(parameters, first, denominators)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: of a DTensor its shard, else all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    here = local(tensor)
+    return torch.view_as_real(here) if here.is_complex() else here

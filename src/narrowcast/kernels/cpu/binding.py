@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -22,9 +22,10 @@ from narrowcast.kernels.contract import Kernel
 from narrowcast.kernels.cpu.reinstall import reinstall_command
 from narrowcast.kernels.cpu.spec import spec_of
 from narrowcast.kernels.layout import Grid, Recipe
+from narrowcast.kernels.moments import Step, second_recipe
 from narrowcast.kernels.windows import LONGEST, Window
 
-ABI = 6
+ABI = 7
 ISAS = ("plain", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 LIBRARY = "_narrowcast_core"
@@ -73,6 +74,8 @@ class Native(Kernel):
         self._nc_integer = _function(library, "nc_integer_linear", *matrices, address, i64, i32, i32)
         image = (address, address, address, address, address, i32, i32)
         self._nc_integer_conv = _function(library, "nc_integer_conv", *image, *(address,) * 4, i32, i32)
+        moments = (address, address, address, address, i32, i64, address, address)
+        self._nc_adamw = _function(library, "nc_adamw", *moments, i64, i32, address, i32, i32)
 
     def fresh(self, out: Tensor) -> None:
         if out.nbytes >= LARGE:
@@ -187,6 +190,24 @@ class Native(Kernel):
             out.copy_(reference.integer_conv(x, scale, grid, weight, factor, bias, window))
         else:
             _check(failed)
+
+    def _adamw(
+        self,
+        parameter: Tensor,
+        first: Tensor,
+        second: Tensor,
+        grad: Tensor,
+        recipe: Recipe,
+        seed: int,
+        takes_momentum: bool,
+        step: Step,
+    ) -> None:
+        rows, numel = parameter.shape
+        if rows and numel:
+            formats = spec_of(recipe, numel), spec_of(second_recipe(recipe.format, parameter.device), numel)
+            floats = parameter.data_ptr(), grad.data_ptr(), DTYPES[parameter.dtype], rows
+            held = first.data_ptr(), second.data_ptr(), seed, takes_momentum, (c_float * len(step))(*step)
+            _check(self._nc_adamw(*formats, *floats, *held, _team(rows * numel, GRAIN), self._isa))
 
 
 def load(isa: str = "") -> tuple[Native | None, str]:

@@ -7,6 +7,7 @@ rows           encode, decode, decode_sum, decode_sum_encode: what codecs call
 linear         x W^T + b with encoded W
 fake_quantize  floats to the levels of a grid, with straight-through gradients
 integer        exact products and convolutions of int8
+adamw          a step of AdamW on moments that are held in rows
 """
 
 from narrowcast.kernels.contract import Kernel, Reference

@@ -9,20 +9,24 @@ only the mean of `sign` is summed in fp64. Nothing here is clever, nothing here 
     casts, draws   fp32 and the other floats; the random numbers of stochastic rounding
     products       linear, integer_linear, integer_conv
     grids          fake quantization, forward and backward
+    moments        a step of AdamW on moments that are held in rows
 """
 
 from narrowcast.kernels.reference.codes import pack, unpack
 from narrowcast.kernels.reference.grids import fake_quantize, fake_quantize_backward
+from narrowcast.kernels.reference.moments import adamw, encode_second
 from narrowcast.kernels.reference.products import convolve_levels, integer_conv, integer_linear, linear
 from narrowcast.kernels.reference.rows import decode, decode_sum, decode_sum_encode, encode
 from narrowcast.kernels.reference.scales import scale_bits, scale_value
 
 __all__ = [
+    "adamw",
     "convolve_levels",
     "decode",
     "decode_sum",
     "decode_sum_encode",
     "encode",
+    "encode_second",
     "fake_quantize",
     "fake_quantize_backward",
     "integer_conv",

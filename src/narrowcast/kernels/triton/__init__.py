@@ -8,6 +8,7 @@
     codes, words   numbers and their codes, in registers; codes out of the words that hold them
     scales         a block's statistics and its scale
     tables         how a table of levels is searched; levels: the search, in registers
+    moments        a step of AdamW on moments that are held in rows
     linear         x W^T + bias, for any format
     fake_quantize  fake quantization; integer: exact integer products
 

@@ -26,6 +26,7 @@ class Tile(NamedTuple):
 TILES: dict[tuple[str, int], Tile] = {
     ("encode", 32): Tile(2048, 4),
     ("decode", 32): Tile(1024, 4),
+    ("adamw", 32): Tile(2048, 4),
     ("decode_sum_encode", 32): Tile(2048, 4),
     ("decode_sum_encode", 8): Tile(2048, 4),
     ("decode_sum_encode of integers", 8): Tile(16384, 8),

@@ -11,8 +11,10 @@ from torch import Tensor
 from narrowcast.kernels.contract import Kernel
 from narrowcast.kernels.cuda import choose
 from narrowcast.kernels.layout import Grid, Recipe
+from narrowcast.kernels.moments import Step
 from narrowcast.kernels.triton import fake_quantize, integer, linear
 from narrowcast.kernels.triton.codes import INTERPRETED
+from narrowcast.kernels.triton.moments import adamw
 from narrowcast.kernels.triton.rows import decode, decode_sum_encode, encode
 from narrowcast.kernels.windows import Window
 
@@ -81,6 +83,24 @@ class Triton(Kernel):
         self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid
     ) -> None:
         fake_quantize.fake_quantize_backward(dx, dscale, grad, x, scale, grid)
+
+    def _adamw(
+        self,
+        parameter: Tensor,
+        first: Tensor,
+        second: Tensor,
+        grad: Tensor,
+        recipe: Recipe,
+        seed: int,
+        takes_momentum: bool,
+        step: Step,
+    ) -> None:
+        if parameter.numel():
+            with _writable(first, 16) as rows, _writable(second, 16) as others:
+                for target, held in ((rows, first), (others, second)):
+                    if target is not held:
+                        target.copy_(held)
+                adamw(parameter, rows, others, grad, recipe, seed, takes_momentum, step)
 
     def _integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
         integer.integer_linear(out, x, weight)
