@@ -278,6 +278,8 @@ def test_a_figure_names_every_weight_and_codec_and_rings_the_chosen(tmp_path: Pa
     dots = {dots.get_label(): dots.get_offsets().tolist() for dots in axes.collections}
     assert dots["int8"] == [[statistics[0].sqnr("int8"), 0.0]]
     assert dots["chosen"] == dots["int4"]
+    assert sorted(words.get_text() for words in axes.texts) == ["int4", "int8"]
+    assert figure.legends == []  # names stand at the dots
 
 
 def test_a_figure_of_an_unknown_kind_or_nowhere_is_refused(tmp_path: Path, file: Path) -> None:

@@ -108,6 +108,12 @@ def test_what_to_consider_and_the_margin_are_the_users() -> None:
             ("--params", "1M", "--hosts", "2", "--ranks-per-host", "4", "--ranks", "9", "--bandwidth", "1gbit"),
             ["--ranks 9", "2 hosts of 4 ranks are 8", "Leave --ranks out"],
         ),
+        (
+            ("--params", "1M", "--hosts", "0", "--ranks-per-host", "4", "--bandwidth", "1gbit"),
+            ["--hosts 0", "at least 1"],
+        ),
+        (("--params", "1M", "--ranks-per-host", "4", "--bandwidth", "1gbit"), ["--ranks-per-host 4", "--hosts 8"]),
+        (("--params", "9999T", "--ranks", "4", "--bandwidth", "1gbit"), ["buckets of 25 MB", "--bucket-mb", "7B"]),
         (("--params", "1M", "--hosts", "2", "--ranks-per-host", "4"), ["Add", "--bandwidth 10gbit"]),
         (
             ("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--device", "H100", "--codecs", "apot5"),

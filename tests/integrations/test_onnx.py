@@ -239,3 +239,49 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
     with pytest.raises(ExportError, match=said):
         export(**given)
     assert not list(tmp_path.iterdir())
+
+
+class Logits(nn.Module):
+    """A model of transformers with tensors in and out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, use_cache=False)[0]
+
+
+@pytest.mark.parametrize("kind", ["standard", "microsoft"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_models_of_transformers_run_with_tied_and_transposed_weights(name: str, kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if name == "llama":
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = transformers.LlamaConfig(vocab_size=96, tie_word_embeddings=True, **sizes)
+        model = Logits(transformers.LlamaForCausalLM(config)).eval()
+    else:
+        config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+        model = Logits(transformers.GPT2LMHeadModel(config)).eval()
+    nc.quantize_(model, "int4:block=32")
+    ids, path = torch.arange(12).view(1, 12), tmp_path / "m.onnx"
+    assert export(model, (ids,), path, operators=kind) == {}
+    floats = [tensor for tensor in initializers(path).values() if tensor.data_type == 1 and len(tensor.dims) == 2]
+    assert all(tensor.name.endswith("scales") or len(tensor.raw_data) < 4096 for tensor in floats)  # a mask, no weight
+    # Logits are below 1, and so are the sums of at most 256 products on the way, in 14 layers: 14 * 2 * 257 * 2**-24.
+    torch.testing.assert_close(run(path, ids), model(ids), rtol=0, atol=5e-4)
+
+
+def test_the_surroundings_of_the_call_do_not_matter(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(31, 64), nn.Linear(64, 8))
+    nc.quantize_(model, "int4")
+    ids = torch.arange(31)
+    export(model, (ids,), tmp_path / "plain.onnx")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            export(model, (ids,), tmp_path / "other.onnx")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(run(tmp_path / "plain.onnx", ids), run(tmp_path / "other.onnx", ids))

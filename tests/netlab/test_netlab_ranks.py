@@ -260,3 +260,10 @@ def test_help_shows_examples() -> None:
 def test_units_are_tcs() -> None:
     assert [parse_rate(text) for text in ("1gbit", "2.5Gbit/s", "100 kbit")] == [10**9, 25 * 10**8, 10**5]
     assert [parse_delay(text) for text in ("1ms", "200us", "0.5s", "0ms")] == [0.001, 0.0002, 0.5, 0]
+
+
+@networked
+def test_where_links_differ_the_first_line_says_whose_is_whose() -> None:
+    done = netlab("--ranks", "3", "--rate", "1gbit,100mbit,1gbit", "--", "true")
+    assert done.returncode == 0, done.stderr
+    assert "3 ranks, ranks 0, 2: 1 Gbit/s each way; rank 1: 100 Mbit/s each way, TCP" in done.stderr

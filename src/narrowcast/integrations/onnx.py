@@ -30,7 +30,7 @@ from narrowcast.nn.modules.base import Encoded, Held, copy_modules, encoded_para
 from narrowcast.nn.quantize import dequantize_
 
 try:
-    import onnxscript  # noqa: F401  # torch's exporter needs it
+    from onnxscript import optimizer
 
     from narrowcast.integrations import onnx_products, onnx_weights
 except ImportError as error:
@@ -84,7 +84,7 @@ def export(
         tuple(args),
         kwargs=dict(kwargs or {}),
         dynamo=True,
-        optimize=False,  # it would fold the weights into something else
+        optimize=False,  # below: it would fold the weights into something else
         verbose=False,
         opset_version=opset_version,
         input_names=input_names,
@@ -99,6 +99,7 @@ def export(
             continue
         if operators == "standard" or not onnx_products.replace(program.model, used[0], rows, held):
             onnx_weights.replace(graph, used[0], rows, held)
+    optimizer.optimize_ir(program.model, should_fold=onnx_weights.may_fold)
     program.save(str(path))
     return reasons
 

@@ -30,6 +30,9 @@ INTEGERS = {
 }
 """By bits and whether there are zero points: codes count from 0 then."""
 
+ENCODED = "narrowcast.encoded"
+"""A mark on the tensors of encoded weights."""
+
 Array = npt.NDArray[Any]
 
 
@@ -82,8 +85,14 @@ def initializer(graph: ir.Graph, name: str, array: Array, dtype: ir.DataType) ->
     """A tensor of the file."""
     tensor = ir.Tensor(np.ascontiguousarray(array), dtype=dtype, name=name)
     value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(dtype), const_value=tensor)
+    value.metadata_props[ENCODED] = "1"
     graph.register_initializer(value)
     return value
+
+
+def may_fold(node: ir.Node) -> bool | None:
+    """Whether an optimizer may compute a node ahead: None leaves it to the optimizer. What decodes a weight stays."""
+    return False if any(value is not None and ENCODED in value.metadata_props for value in node.inputs) else None
 
 
 def insert(graph: ir.Graph, node: ir.Node) -> None:

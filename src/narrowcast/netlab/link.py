@@ -60,7 +60,7 @@ class Link:
     def __str__(self) -> str:
         rate = "as fast as the machine" if self.rate is None else f"{short(self.rate)}bit/s each way"
         late = f", {self.delay * 1e3:g} ms one way" if self.delay else ""
-        return f"{rate}{late}{f', {self.loss:.3g} of packets lost' if self.loss else ''}"
+        return f"{rate}{late}{f', {100 * self.loss:.3g}% of packets lost' if self.loss else ''}"
 
 
 def parse_links(ranks: int, rate: str | None, delay: str | None, loss: str | None) -> list[Link]:

@@ -21,10 +21,22 @@ MADE_BY = {
 
 def headline(network: Network) -> str:
     made_by = [MADE_BY[network.delay_by]] if network.delay_by in MADE_BY else []
-    how = [" | ".join(dict.fromkeys(map(str, network.links))), *made_by]
+    how = [_links(network), *made_by]
     count = network.ranks
     shared = f", {network.per_host} on each host" if network.per_host > 1 else ""
     return f"{count} rank{'s' if count > 1 else ''}{shared}, {', '.join(how)}, TCP {network.tcp or tcp.current()}"
+
+
+def _links(network: Network) -> str:
+    """What the links are like; where they differ, whose is whose."""
+    users: dict[str, list[int]] = {}
+    for number, link in enumerate(network.links):
+        users.setdefault(str(link), []).append(number)
+    if len(users) == 1:
+        return next(iter(users))
+    whose = "host" if network.per_host > 1 else "rank"
+    named = ((f"{whose}{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}", link) for link, who in users.items())
+    return "; ".join(f"{who}: {link}" for who, link in named)
 
 
 def summary(network: Network, counters: list[Counters], ended: Mapping[int, Ended], code: int) -> dict[str, Any]:

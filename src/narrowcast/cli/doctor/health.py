@@ -31,6 +31,7 @@ EXTRAS = {
     "plot": ("figures: narrowcast inspect --plot", ("matplotlib",)),
     "hf": ("transformers and accelerate", ("accelerate", "compressed-tensors", "transformers")),
     "lightning": ("Lightning", ("lightning",)),
+    "onnx": ("export to ONNX", ("onnx", "onnxscript")),
     "track": ("TensorBoard logs", ("tensorboard",)),
 }
 

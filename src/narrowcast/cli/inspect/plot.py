@@ -31,13 +31,13 @@ def draw(weights: Sequence[Statistics], mix: Mix | None, path: Path) -> Any:
     tops: dict[str, tuple[float, float]] = {}
     for spec in specs:
         shown = [(w.sqnr(spec), float(i)) for i, w in enumerate(weights) if math.isfinite(w.sqnr(spec))]
-        axes.scatter([x for x, _ in shown], [y for _, y in shown], s=26, color=colour_of(spec), zorder=3)
+        axes.scatter([x for x, _ in shown], [y for _, y in shown], s=26, color=colour_of(spec), label=spec, zorder=3)
         if shown:
             tops[spec] = shown[0]
     if mix is not None:
         rings = [(w.sqnr(mix.codecs[w.name]), i) for i, w in enumerate(weights) if w.name in mix.codecs]
         at = [x for x, _ in rings], [y for _, y in rings]
-        axes.scatter(*at, s=95, facecolors="none", edgecolors=INK, zorder=4)
+        axes.scatter(*at, s=95, facecolors="none", edgecolors=INK, label="chosen", zorder=4)
     axes.set_yticks(range(len(weights)), [weight.name for weight in weights], fontsize=7)
     axes.set_ylim(len(weights) - 0.5, -0.5)
     axes.set_xlabel("signal to quantization noise, dB (right is better)", color=INK)

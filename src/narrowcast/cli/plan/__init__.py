@@ -17,6 +17,7 @@ from narrowcast.cli.plan.arguments import (
     COUNTS,
     DTYPES,
     TIMES,
+    check_buckets,
     check_options,
     count_ranks,
     parse_amount,
@@ -84,6 +85,7 @@ def plan(
     feedback = None if error_feedback else False
     numbers = getattr(torch, DTYPES[dtype])
     given = planning.candidates_for(numbers, feedback) if codecs is None else tuple(split_specs(codecs))
+    check_buckets(count, numbers.itemsize, bucket_mb)
     buckets = planning.buckets_of(count, numbers, bucket_mb)
     options = {"dtype": numbers, "error_feedback": feedback, "margin": margin}
     if live:

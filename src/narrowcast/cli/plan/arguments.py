@@ -11,6 +11,7 @@ TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 PREFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 RATES = {f"{prefix}{unit}": size for unit in ("bit", "bps") for prefix, size in PREFIXES.items()}
 """Bits a second. "gbps" means bits to most people, so it does here; "GBps" and "GB/s" mean bytes, and are refused."""
+MOST_BUCKETS = 10**6
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -53,7 +54,11 @@ def parse_rates(option: str, text: str, links: int) -> list[float]:
 
 def count_ranks(ranks: int | None, hosts: int, per_host: int | None, bandwidth: str | None) -> int:
     """How many ranks a plan on paper has; refuses what does not fit together."""
+    if hosts < 1:
+        refuse(f"--hosts {hosts}: must be at least 1. Write, for example, --hosts 8.")
     if per_host is not None:
+        if hosts == 1:
+            refuse(f"--ranks-per-host {per_host}: of how many hosts? Write, for example, --hosts 8.")
         if per_host < 1:
             refuse(
                 f"--ranks-per-host {per_host}: must be at least 1. Write, for example, --hosts 8 --ranks-per-host 8."
@@ -74,9 +79,19 @@ def count_ranks(ranks: int | None, hosts: int, per_host: int | None, bandwidth: 
         refuse(f"a plan on paper needs both --ranks and --bandwidth. Add, for example, {missing}.")
     if ranks < 2:
         refuse(f"--ranks {ranks}: must be at least 2. Write, for example, --ranks 16.")
-    if hosts < 1 or ranks % hosts:
+    if ranks % hosts:
         refuse(f"--hosts {hosts}: {ranks} ranks cannot share them evenly. Hosts have as many ranks each.")
     return ranks
+
+
+def check_buckets(count: int, itemsize: int, bucket_mb: float) -> None:
+    """Refuse more buckets than any model has: a unit is wrong."""
+    buckets = count * itemsize / (bucket_mb * 2**20)
+    if buckets > MOST_BUCKETS:
+        refuse(
+            f"--params {count:,}: makes {buckets:,.0f} buckets of {bucket_mb:g} MB, more than {MOST_BUCKETS:,}. Check "
+            "the unit of --params (7B), or take a larger --bucket-mb."
+        )
 
 
 def check_options(dtype: str, bucket_mb: float, margin: float) -> None:

@@ -5,4 +5,5 @@ codec_speed   how fast each codec is here; devices: on GPUs by name
 advice        larger buckets, fewer meetings
 prediction    how long a step's reductions take
 planner       the choice
+pairs         every pair of ranks, measured, for `narrowcast doctor --group`
 """

@@ -54,7 +54,7 @@ PAYLOAD = 0.95
 MESSAGE_S = {"cpu": 130e-6, "cuda": 5e-6}
 """What a row to a peer and one from it take a rank's processor, and about what a step takes gloo's: half of what the
 processor time of a small all_reduce grew by with every rank, from 4 to 16 (a Xeon); 110 to 136 us with 64 and 256 ranks
-(bench/results/scale.md); 165 to 220 us with coding, on two cores that others used, too (bench/results/messages.md).
+(bench/results/scale.md); 160 to 200 us with coding, on two cores that others used, too (bench/results/messages.md).
 NCCL: assumed."""
 
 LOCAL_BITS_PER_S = {"cpu": 10e9, "cuda": 1000e9}
