@@ -316,10 +316,10 @@ def test_a_grad_scaler_that_was_not_named_is_refused_when_the_momentum_is_due(fu
 
 
 class _Run:
-    def __init__(self, rank: int, **options: Any) -> None:
+    def __init__(self, rank: int, *, state: str | None = None, **options: Any) -> None:
         self.rank = rank
-        self.ddp = DDP(trained.mlp(width=40), bucket_cap_mb=0.002)
-        self.optimizer = nc.optim.AdamW(self.ddp.parameters(), 0.01)
+        self.ddp = DDP(trained.mlp(width=72 if state else 40), bucket_cap_mb=0.002)
+        self.optimizer = nc.optim.AdamW(self.ddp.parameters(), 0.01, state=state)
         options = {"warmup_steps": 2, "refresh": "growing", **options}
         self.state = nc.compress_gradients(self.ddp, "sign", momentum=self.optimizer, **options)
 
@@ -338,20 +338,29 @@ class _Run:
             part.load_state_dict(state)
 
 
-def _resumed(rank: int, stop: int) -> Any:
-    first = _Run(rank)
+def _resumed(rank: int, stop: int, state: str | None = None) -> Any:
+    first = _Run(rank, state=state)
     first.train(0, stop)
     data = first.save()
-    second = _Run(rank)
+    second = _Run(rank, state=state)
     second.load(data)
-    return first.train(stop, 24), second.train(stop, 24)
+    held = {key for each in first.optimizer.state.values() for key in each}
+    return first.train(stop, 24), second.train(stop, 24), held
 
 
 @pytest.mark.parametrize("stop", [1, 2, 5, 17, 18])
 def test_a_run_that_is_resumed_gives_the_same_bits(stop: int) -> None:
     """In the warm-up, at its end, in the middle, and around a step that refreshes the second moment."""
-    for one, other in run(3, _resumed, stop):
+    for one, other, _ in run(3, _resumed, stop):
         trained.agree([one], [other])
+
+
+def test_a_momentum_that_is_held_in_rows_travels_too() -> None:
+    results = run(2, _resumed, 5, "int8")
+    for one, other, held in results:
+        assert "exp_avg_rows" in held
+        trained.agree([one], [other])
+    trained.agree([results[0][0]], [results[1][0]])
 
 
 def _resumed_without_the_optimizer(rank: int) -> Any:
