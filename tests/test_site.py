@@ -134,10 +134,11 @@ def test_a_figure_of_the_readme_that_nobody_measured_is_found() -> None:
 def test_every_public_name_has_its_place_on_an_api_page() -> None:
     text = "".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
     headings = set(re.findall(r"heading: (.*)", text))
-    parts = {"codecs", "errors", "integrations", "nn"}  # which have pages of their own
+    parts = {"codecs", "errors", "integrations", "nn", "optim"}  # which have pages of their own
     names = {f"nc.{name}" for name in nc.__all__ if name not in parts}
     names |= {f"nc.codecs.{name}" for name in nc.codecs.__all__ if name not in nc.__all__}
     names |= {f"nc.nn.{name}" for name in nc.nn.__all__ if name not in nc.__all__}
+    names |= {f"nc.optim.{name}" for name in nc.optim.__all__}
     names |= {f"ncd.{name}" for name in distributed.__all__ if name not in (*nc.__all__, "functional")}
     assert names <= headings
     assert "::: narrowcast.errors" in text

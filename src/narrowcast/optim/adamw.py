@@ -43,6 +43,9 @@ class AdamW(torch.optim.AdamW):
     """
 
     _marked: set[Tensor]
+    _expected: set[Tensor]
+    _behind: set[Tensor]
+    """Parameters whose second moment has been updated less often than the first."""
     _places: dict[Tensor, tuple[int, int]]
     _state: str | Codec | None
 
@@ -62,7 +65,8 @@ class AdamW(torch.optim.AdamW):
         fused: bool | None = None,
         state: str | Codec | None = None,
     ) -> None:
-        self._marked, self._places, self._state = set(), {}, state
+        self._marked, self._expected, self._behind = set(), set(), set()
+        self._places, self._state = {}, state
         super().__init__(
             params,
             lr,
@@ -129,6 +133,17 @@ class AdamW(torch.optim.AdamW):
             self._check_takes_momentum(parameter)
         self._marked.update(parameters)
 
+    def expect_momentum(self, parameters: Iterable[Tensor]) -> None:
+        """Say that these parameters will take a momentum: their states have `exp_avg_sq_steps` from now on.
+
+        torch.distributed.checkpoint loads the keys that a fresh optimizer has after a first step, and no others.
+        """
+        parameters = list(parameters)
+        for parameter in parameters:
+            self._group_of(parameter)
+        self._expected.update(parameters)
+        self._count()
+
     def take_gradient(self, parameters: Iterable[Tensor]) -> None:
         """Take back `take_momentum`: the `.grad` of these parameters is a gradient.
 
@@ -188,15 +203,17 @@ class AdamW(torch.optim.AdamW):
             last.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_state": self._state} | ({"_marked": self._marked} if self._marked else {})
+        sets = {name: value for name in ("_marked", "_expected") if (value := getattr(self, name))}
+        return super().__getstate__() | {"_state": self._state} | sets
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in (("_marked", set()), ("_places", {}), ("_state", None)):
+        for name, value in (("_marked", set()), ("_expected", set()), ("_places", {}), ("_state", None)):
             self.__dict__.setdefault(name, value)
         for parameter, held in state["state"].items():
             if isinstance(held, dict):
                 loading.unwrapped(held, parameter)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._behind = {key for key, held in self.state.items() if COUNT in held and bool(held[COUNT] != held["step"])}
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -208,6 +225,8 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         self._step_apart()
         _of_torch(torch.optim.AdamW.step)(self)
+        if self._expected:
+            self._count()
         return loss
 
     def _in_rows(self, parameter: Tensor, group: dict[str, Any]) -> bool:
@@ -215,7 +234,15 @@ class AdamW(torch.optim.AdamW):
 
     def _apart(self, parameter: Tensor, group: dict[str, Any]) -> bool:
         """Whether a parameter's update is not torch's."""
-        return COUNT in (self.state.get(parameter) or {}) or self._in_rows(parameter, group)
+        return parameter in self._behind or self._in_rows(parameter, group)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def _count(self) -> None:
+        """Where both moments have been updated equally often, `step` is the number of updates of the second one."""
+        for parameter in self._expected - self._behind:
+            if state := self.state.get(parameter):
+                state.setdefault(COUNT, torch.zeros_like(state["step"])).copy_(state["step"])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
@@ -225,6 +252,7 @@ class AdamW(torch.optim.AdamW):
         for parameter in marked:
             self._check_takes_momentum(parameter)
             self.state[parameter].setdefault(COUNT, self.state[parameter]["step"].clone())
+            self._behind.add(parameter)
         chosen = [
             (group, [each for each in group["params"] if each.grad is not None and self._apart(each, group)])
             for group in self.param_groups
