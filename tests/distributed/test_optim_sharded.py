@@ -104,6 +104,34 @@ def test_a_checkpoint_of_two_ranks_loads_on_two_and_on_three(tmp_path: Path, sta
         assert each[1]["0.weight"].isfinite().all()
 
 
+def counted(rank: int, folder: str) -> tuple[Any, Any]:
+    """Momentums, a checkpoint, and a fresh optimizer that loads it."""
+    layers, optimizer = build(2, "int8")
+    optimizer.expect_momentum(layers.parameters())
+    train(layers, optimizer, range(2))
+    for parameter in layers.parameters():
+        parameter.grad = optimizer.momentum_of(parameter).clone()
+    optimizer.take_momentum(layers.parameters())
+    optimizer.step()
+    dcp.save({"optimizer": get_optimizer_state_dict(layers, optimizer)}, checkpoint_id=folder)
+    other, again = build(2, "int8")
+    again.expect_momentum(other.parameters())
+    state = get_optimizer_state_dict(other, again)
+    dcp.load({"optimizer": state}, checkpoint_id=folder)
+    set_optimizer_state_dict(other, again, state)
+    other.load_state_dict(layers.state_dict())
+    for each, its in ((layers, optimizer), (other, again)):
+        train(each, its, range(2, 4))
+    return held(layers, optimizer), held(other, again)
+
+
+def test_a_checkpoint_keeps_how_often_second_moments_were_updated(tmp_path: Path) -> None:
+    one, other = ranks.run(2, counted, str(tmp_path))[0]
+    assert same(one, other)
+    assert (one["0.weight.step"], one["0.weight.exp_avg_sq_steps"]) == (5, 4)
+    assert (one["0.bias.step"], one["0.bias.exp_avg_sq_steps"]) == (5, 4)
+
+
 def gathered(rank: int, world: int, state: str | None) -> tuple[Any, Any]:
     """The whole state on rank 0, as one file would hold it, and back into shards of another optimizer."""
     layers, optimizer = build(world, state)

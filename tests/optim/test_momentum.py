@@ -128,6 +128,23 @@ def test_marks_wait_for_the_step_and_are_gone_after_it() -> None:
     assert not optimizer.momentum_pending
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"state": "bf16"}], ids=str)
+def test_what_expects_a_momentum_counts_from_its_first_step_and_has_the_same_bits(options: dict[str, Any]) -> None:
+    layers, other = twins()
+    first, second = nc.optim.AdamW(groups(layers), **options), nc.optim.AdamW(groups(other), **options)
+    first.expect_momentum(layers.parameters())
+    for each, optimizer in ((layers, first), (other, second)):
+        train(each, optimizer, range(2))
+        assert all((COUNT in optimizer.state[parameter]) == (optimizer is first) for parameter in each.parameters())
+        train(each, optimizer, range(2, 4), before=lambda each=each, optimizer=optimizer: hand_over(each, optimizer))
+        train(each, optimizer, range(4, 6))
+    assert bits(layers, first) == bits(other, second)
+    copied = copy.deepcopy(first)
+    assert len(copied._expected) == len(copied._behind) == 4
+    with pytest.raises(OptimizerError, match="does not hold"):
+        first.expect_momentum([torch.zeros(3, dtype=torch.float32)])
+
+
 def test_a_mark_can_be_taken_back() -> None:
     """A GradScaler that finds an overflow calls no step: the marks wait, and the next `.grad` may be a gradient."""
     layers, other = twins()

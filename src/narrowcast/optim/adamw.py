@@ -16,7 +16,7 @@ GradScaler does to `p.grad` before the step, it does to the momentum. Not done: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,11 +26,12 @@ from torch.optim.optimizer import ParamsT
 from narrowcast.codecs import Codec
 from narrowcast.errors import OptimizerError
 from narrowcast.optim import loading, rows
-from narrowcast.optim.around_torch import of_torch, unscale
+from narrowcast.optim.around_torch import of_torch
+from narrowcast.optim.travelling import Travelling
 from narrowcast.optim.update import COUNT, alike, update
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(Travelling):
     """`torch.optim.AdamW`, with its arguments, its bits and its state dicts.
 
     It can also step with a momentum that was averaged between ranks: `nc.compress_gradients(ddp, "sign",
@@ -43,13 +44,7 @@ class AdamW(torch.optim.AdamW):
     moments in floats: `why_in_floats(parameter)` says why. A parameter group may have a `state` of its own, or None.
     """
 
-    _marked: set[Tensor]
-    _places: dict[Tensor, tuple[int, int]]
     _state: str | Codec | None
-    _expected_scale: bool | None = None
-    """Whether momentums come at the scale of a GradScaler's loss; None where none are expected."""
-    grad_scale: Tensor | None
-    found_inf: Tensor | None
 
     def __init__(
         self,
@@ -67,7 +62,8 @@ class AdamW(torch.optim.AdamW):
         fused: bool | None = None,
         state: str | Codec | None = None,
     ) -> None:
-        self._marked, self._places, self._state = set(), {}, state
+        self._marked, self._expected, self._behind = set(), set(), set()
+        self._places, self._divisors, self._state = {}, {}, state
         super().__init__(
             params,
             lr,
@@ -102,97 +98,6 @@ class AdamW(torch.optim.AdamW):
             return "its group has no `state`"
         return rows.why_in_floats(parameter)
 
-    # -- a momentum that travelled -----------------------------------------------------------------------------------
-
-    def momentum_of(self, parameter: Tensor) -> Tensor:
-        """The first moment of a parameter, with the sign of its gradient; zeros before its first step.
-
-        This is the state itself where it is held in floats: read it, do not write it.
-        """
-        group = self._group_of(parameter)
-        state = self.state.get(parameter) or {}
-        if rows.FIRST in state:
-            moment = rows.first_moment(parameter, state, group["state"])
-        elif "exp_avg" in state:
-            moment = state["exp_avg"]
-        else:
-            return torch.zeros_like(parameter, requires_grad=False)
-        return -moment if group["maximize"] else moment
-
-    def divisor_of(self, parameter: Tensor) -> Tensor:
-        """What a step divides a first moment by: the root of the second moment, corrected, plus eps."""
-        self._check_takes_momentum(parameter)
-        group, state = self._group_of(parameter), self.state[parameter]
-        if rows.SECOND in state:
-            second = rows.second_moment(parameter, state, group["state"])
-        else:
-            second = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
-        correction = 1 - float(group["betas"][1]) ** state.get(COUNT, state["step"])
-        divisor: Tensor = second.sqrt().div_(correction.sqrt()).add_(group["eps"])
-        return divisor
-
-    def beta1_of(self, parameter: Tensor) -> float:
-        """How much of its first moment a parameter keeps in a step."""
-        return float(self._group_of(parameter)["betas"][0])
-
-    def expect_momentum(self, *, scaled: bool) -> None:
-        """Say that momentums will come; `scaled`: at the scale of a GradScaler's loss. One that shows up in a step
-        though nobody knew of it when the momentum was formed is refused there."""
-        self._expected_scale = scaled
-        self._step_supports_amp_scaling = True
-
-    def take_momentum(self, parameters: Iterable[Tensor]) -> None:
-        """In the next `step()` the `.grad` of these parameters is their new first moment, not a gradient.
-
-        Their second moment stays as it is, and so does its bias correction; all else is as usual. The step consumes
-        the marks; `zero_grad` leaves them. A parameter needs a second moment: it has stepped before, or was loaded.
-        """
-        parameters = list(parameters)
-        for parameter in parameters:
-            self._check_takes_momentum(parameter)
-        self._marked.update(parameters)
-
-    def take_gradient(self, parameters: Iterable[Tensor]) -> None:
-        """Take back `take_momentum`, after a step that was skipped: the `.grad` of these parameters is a gradient."""
-        for parameter in parameters:
-            self._group_of(parameter)
-            self._marked.discard(parameter)
-
-    @property
-    def momentum_pending(self) -> Set[Tensor]:
-        """The parameters whose `.grad` the next step takes for a momentum: as it is now, and as it will be."""
-        return self._marked
-
-    def _check_takes_momentum(self, parameter: Tensor) -> None:
-        if self._group_of(parameter)["differentiable"]:
-            raise OptimizerError(
-                "take_momentum: an optimizer with differentiable=True cannot step with a momentum. Make it without."
-            )
-        if not {"exp_avg_sq", rows.SECOND} & set(self.state.get(parameter) or {}):
-            raise OptimizerError(
-                f"take_momentum: a parameter of shape {tuple(parameter.shape)} has no second moment yet, which a step "
-                "with a momentum leaves as it is. Step with gradients first: warmup_steps= of compress_gradients says "
-                "how often; or load the state of an optimizer that did."
-            )
-
-    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
-        """The parameter group that holds a parameter."""
-        for _ in range(2):
-            number, at = self._places.get(parameter, (0, 0))
-            groups = self.param_groups
-            held = groups[number]["params"] if number < len(groups) else []
-            if at < len(held) and held[at] is parameter:
-                return groups[number]
-            self._places = {
-                each: (number, at) for number, held in enumerate(groups) for at, each in enumerate(held["params"])
-            }
-        shape = f"a tensor of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
-        raise OptimizerError(
-            f"parameter: the optimizer does not hold {shape}. It knows those it was made with or was given by "
-            "add_param_group, the same objects. Make it from the model that is trained: "
-            "nc.optim.AdamW(model.parameters())."
-        )
-
     # -- states ------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -207,15 +112,18 @@ class AdamW(torch.optim.AdamW):
             last.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_state": self._state} | ({"_marked": self._marked} if self._marked else {})
+        sets = {name: value for name in ("_marked", "_expected") if (value := getattr(self, name))}
+        return super().__getstate__() | {"_state": self._state} | sets
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in (("_marked", set()), ("_places", {}), ("_state", None)):
+        for name, value in (("_marked", set()), ("_expected", set()), ("_places", {}), ("_state", None)):
             self.__dict__.setdefault(name, value)
+        self._divisors = {}
         for parameter, held in state["state"].items():
             if isinstance(held, dict):
                 loading.unwrapped(held, parameter)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._behind = {key for key, held in self.state.items() if COUNT in held and bool(held[COUNT] != held["step"])}
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -229,31 +137,16 @@ class AdamW(torch.optim.AdamW):
             return loss
         self._step_apart()
         of_torch(torch.optim.AdamW.step)(self)
+        if self._expected:
+            self._count()
         return loss
-
-    @torch.no_grad()
-    def _unscale(self) -> bool:
-        """What a GradScaler does for an optimizer that does not know of it; whether it found an overflow."""
-        if self._marked and not self._expected_scale:
-            raise OptimizerError(
-                "step: a GradScaler scales the loss, and the momentum in .grad was formed without knowing. Tell it to "
-                "compress_gradients: compress_gradients(model, codec, momentum=optimizer, scaler=scaler)."
-            )
-        scale, found_inf = self.grad_scale, self.found_inf
-        self.grad_scale = self.found_inf = None  # torch's unfused steps take neither; the GradScaler deletes both
-        if bool(found_inf):
-            self._marked.clear()
-            return True
-        if scale is not None:
-            unscale((each for group in self.param_groups for each in group["params"]), scale)
-        return False
 
     def _in_rows(self, parameter: Tensor, group: dict[str, Any]) -> bool:
         return group.get("state") is not None and rows.why_in_floats(parameter) is None
 
     def _apart(self, parameter: Tensor, group: dict[str, Any]) -> bool:
         """Whether a parameter's update is not torch's."""
-        return COUNT in (self.state.get(parameter) or {}) or self._in_rows(parameter, group)
+        return parameter in self._behind or self._in_rows(parameter, group)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
@@ -263,6 +156,7 @@ class AdamW(torch.optim.AdamW):
         for parameter in marked:
             self._check_takes_momentum(parameter)
             self.state[parameter].setdefault(COUNT, self.state[parameter]["step"].clone())
+            self._behind.add(parameter)
         chosen = [
             (group, [each for each in group["params"] if each.grad is not None and self._apart(each, group)])
             for group in self.param_groups
@@ -287,7 +181,8 @@ class AdamW(torch.optim.AdamW):
                 state.update(rows.new_state(parameter, group))
             rows.update(parameter, state, group, takes_momentum=parameter in marked, grad_scale=grad_scale)
         for takes_momentum in (True, False):
-            for tensors in alike([each for each in floats if (each in marked) == takes_momentum], self.state):
+            these = [each for each in floats if (each in marked) == takes_momentum]
+            for tensors in alike(these, self.state, self.divisor_of if takes_momentum else None):
                 update(group, tensors, takes_momentum=takes_momentum, grad_scale=grad_scale)
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:

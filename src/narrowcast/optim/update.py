@@ -11,7 +11,7 @@ for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,15 +34,20 @@ class Alike(NamedTuple):
     """With amsgrad, the largest second moments; else none."""
     steps: list[Tensor]
     counts: list[Tensor]
+    divisors: list[Tensor]
+    """What first moments are divided by, where it is known already; else none."""
 
 
-def alike(parameters: Iterable[Tensor], states: Any) -> list[Alike]:
+def alike(
+    parameters: Iterable[Tensor], states: Any, divisor_of: Callable[[Tensor], Tensor] | None = None
+) -> list[Alike]:
     """Sort parameters that have gradients by dtype and by the devices of parameter and `step`."""
     sorted_: dict[object, Alike] = {}
     for parameter in parameters:
         state = states[parameter]
-        key = (parameter.dtype, parameter.device, state["step"].device)
-        lists = sorted_.setdefault(key, Alike([], [], [], [], [], [], []))
+        known = divisor_of is not None and not parameter.is_complex() and not isinstance(parameter, DTensor)
+        key = (parameter.dtype, parameter.device, state["step"].device, known)
+        lists = sorted_.setdefault(key, Alike([], [], [], [], [], [], [], []))
         assert parameter.grad is not None
         lists.parameters.append(_real(parameter))
         lists.grads.append(_real(parameter.grad))
@@ -52,12 +57,14 @@ def alike(parameters: Iterable[Tensor], states: Any) -> list[Alike]:
             lists.largest.append(_real(state["max_exp_avg_sq"]))
         lists.steps.append(state["step"])
         lists.counts.append(state[COUNT])
+        if divisor_of is not None and known:
+            lists.divisors.append(divisor_of(parameter))
     return list(sorted_.values())
 
 
 def update(group: dict[str, Any], tensors: Alike, *, takes_momentum: bool, grad_scale: Tensor | None) -> None:
     """One step. With `takes_momentum`, `grads` are the new first moments and the second moments stay as they are."""
-    parameters, grads, first, second, largest, steps, counts = tensors
+    parameters, grads, first, second, largest, steps, counts, divisors = tensors
     beta1, beta2 = (float(beta) for beta in group["betas"])
     on_cpu = steps[0].device.type == "cpu"
     lr = float(group["lr"]) if on_cpu else group["lr"]
@@ -77,17 +84,19 @@ def update(group: dict[str, Any], tensors: Alike, *, takes_momentum: bool, grad_
         torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
         if group["amsgrad"]:
             torch._foreach_maximum_(largest, second)
-    denominators = torch._foreach_sqrt(largest if group["amsgrad"] else second)
+    if not divisors:
+        divisors = list(torch._foreach_sqrt(largest if group["amsgrad"] else second))
+        roots: list[Any] = [
+            (1 - beta2 ** float(count)) ** 0.5 if on_cpu else (1 - beta2**count).sqrt() for count in counts
+        ]
+        torch._foreach_div_(divisors, roots)
+        torch._foreach_add_(divisors, group["eps"])
     if on_cpu:
-        torch._foreach_div_(denominators, [(1 - beta2 ** float(count)) ** 0.5 for count in counts])
-        torch._foreach_add_(denominators, group["eps"])
         sizes = [-(lr / (1 - beta1 ** float(step))) for step in steps]
-        torch._foreach_addcdiv_(parameters, first, denominators, sizes)
+        torch._foreach_addcdiv_(parameters, first, divisors, sizes)
     else:
-        torch._foreach_div_(denominators, [(1 - beta2**count).sqrt() for count in counts])
-        torch._foreach_add_(denominators, group["eps"])
-        torch._foreach_div_(denominators, [-(lr / (1 - beta1**step)) for step in steps])
-        torch._foreach_addcdiv_(parameters, first, denominators)
+        divisors = list(torch._foreach_div(divisors, [-(lr / (1 - beta1**step)) for step in steps]))
+        torch._foreach_addcdiv_(parameters, first, divisors)
 
 
 def local(tensor: Tensor) -> Tensor:

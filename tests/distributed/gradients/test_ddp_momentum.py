@@ -67,8 +67,8 @@ def _expected(world: int, codec: str, local: int = 0) -> list[trained.Named]:
                 first[name] = first[name].lerp(average[name], 1 - BETA1)
                 second[name] = (second[name] * BETA2).addcmul(average[name], average[name], value=1 - BETA2)
         else:
-            correction = 1 - BETA2 ** torch.tensor(float(updates))
-            divisors = {name: second[name].sqrt() / correction.sqrt() + 1e-8 for name in compressed}
+            root = (1 - BETA2**updates) ** 0.5
+            divisors = {name: second[name].sqrt() / root + 1e-8 for name in compressed}
 
             moved = [
                 {
