@@ -106,6 +106,15 @@ class Codec:
         seed = checks.seed(seed) if self.format.stochastic else 0
         return operators.encode(rows, self.recipe(rows.device), seed)
 
+    def encode_searched(self, rows: Tensor, importance: Tensor | None = None) -> Tensor:
+        """`encode` with the stored scales (and zero points) that lose least: the same bytes, other numbers in them.
+
+        `importance` [numel], fp32, weighs the errors of a row's elements. See kernels/reference/search.py.
+        """
+        checks.float_rows(rows, "rows")
+        flat = checks.as_matrix(rows, "rows")
+        return _shaped(operators.encode_searched(flat, importance, self.recipe(rows.device)), rows)
+
     def decode(
         self, rows: Tensor, numel: int, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None
     ) -> Tensor:

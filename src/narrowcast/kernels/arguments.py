@@ -44,6 +44,14 @@ def encode(rows: Tensor, recipe: Recipe, seed: int) -> Result:
     return (size[0], layout(recipe.format, size[1]).row_bytes), _UINT8
 
 
+def encode_searched(rows: Tensor, importance: Tensor | None, recipe: Recipe) -> Result:
+    """`rows` [rows, numel] and fp32 `importance` [numel] to [rows, row_bytes]."""
+    result = encode(rows, recipe, 0)
+    if importance is not None:
+        _dense_vector("importance", importance, rows.shape[1], rows.device)
+    return result
+
+
 def decode(data: Tensor, numel: Count, dtype: torch.dtype, recipe: Recipe) -> Result:
     """`data` [rows, row_bytes] to [rows, numel]."""
     size, row_bytes = data.shape, layout(recipe.format, numel).row_bytes

@@ -1,0 +1,172 @@
+"""Round one column after another, and let the columns that are left make up for the error of those before.
+
+As in GPTQ (Frantar et al., ICLR 2023): the squared error of a layer's output is d H d^T for each output, where d is the
+error of its weights and H the sum of x x^T over the inputs (moments.py). Columns are rounded in order. The error of a
+column is spread over the columns that are not rounded yet, so that the output changes least; the Cholesky factor of
+H's inverse says how.
+
+What is done differently here:
+
+- Levels are any codec's, and scales are numbers that its rows store. They are searched (kernels/reference/search.py)
+  with the diagonal of H as the weight of each column: for each block when its first column comes up, or all at once for
+  `act_order`, which rounds the columns with the largest inputs first, and for codecs with one scale a row.
+- H is damped: `damping` times its mean diagonal is added to the diagonal, ten times as much if the factorization fails
+  nevertheless. An input that is always zero takes no part: its weights are rounded to nearest.
+- At the end each output takes these codes, or those of a search, or the nearest ones, whichever has the least error.
+  So no output is worse than with nearest rounding on the data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from narrowcast.codecs import Codec
+from narrowcast.codecs.grid import Grid
+from narrowcast.codecs.payload import EncodedRows
+from narrowcast.errors import CalibrationError, SpecError
+from narrowcast.nn.rounding.moments import InputMoments
+
+COLUMNS = 128
+"""Columns whose errors are spread at once over those behind them."""
+LARGEST_DAMPING = 1e6
+FEWEST = 16
+"""Inputs that an expert needs for second-order rounding; with fewer its scales are searched instead."""
+
+
+@dataclass(frozen=True)
+class GPTQ:
+    """`rounding=GPTQ(...)`: second-order rounding with options; "gptq" is `GPTQ()`."""
+
+    act_order: bool = True
+    """Round the columns with the largest inputs first."""
+    damping: float = 0.01
+    """What is added to the diagonal of the moments, relative to its mean."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.act_order, bool):
+            raise SpecError(f"act_order={self.act_order!r}: expected True or False.")
+        if not isinstance(self.damping, (int, float)) or not 0 < self.damping < LARGEST_DAMPING:
+            raise SpecError(f"damping={self.damping!r}: expected a positive number, such as 0.01.")
+
+    def __call__(
+        self, weight: Tensor, codec: Codec, lead: int, moments: InputMoments | None = None
+    ) -> EncodedRows:
+        """Rows of `weight`, rounded so that the layer's output changes least over the inputs of `moments`."""
+        if moments is None or not moments.count:
+            raise CalibrationError("moments: gptq needs the inputs of the layer, and there are none. Pass data.")
+        mean = moments.mean().to(weight.device)
+        rows = weight.detach().float().reshape(len(mean), -1, mean.shape[-1])
+        parts = []
+        for part, part_mean, count in zip(rows, mean, moments.counts, strict=True):
+            enough = count >= FEWEST or moments.groups == 1
+            parts.append(self.round_rows(part, codec, part_mean) if enough else codec.encode_searched(part))
+        encoded = torch.stack(parts)
+        return EncodedRows(encoded.view(*weight.shape[:lead], -1), codec, weight.shape, weight.dtype)
+
+    def round_rows(self, weight: Tensor, codec: Codec, moments: Tensor) -> Tensor:
+        """Encoded rows of `weight` [outputs, k], given the mean moments [k, k] of its inputs."""
+        diagonal = moments.diagonal()
+        searched = codec.encode_searched(weight, _importance(diagonal))
+        candidates = [codec.encode(weight, 0), searched]
+        if float(diagonal.sum()) > 0:
+            candidates.append(self._compensated(weight, codec, moments, searched))
+        errors = torch.stack([output_error(weight, codec, rows, moments) for rows in candidates])
+        best = errors.argmin(0)
+        rows = candidates[0]
+        for place, other in enumerate(candidates[1:], 1):
+            rows = torch.where((best == place).unsqueeze(-1), other, rows)
+        return rows
+
+    def _compensated(self, weight: Tensor, codec: Codec, moments: Tensor, searched: Tensor) -> Tensor:
+        order = torch.argsort(moments.diagonal(), descending=True, stable=True) if self.act_order else None
+        ordered = moments if order is None else moments[order][:, order]
+        upper = factor_of_inverse(ordered, self.damping)
+        grid = Grid.of(codec, codec.split(searched, weight.shape[1]))
+        dynamic = order is None and codec.block not in (None, "row")
+        work = _Columns(weight.clone() if order is None else weight[:, order], upper, grid, order)
+        return work.round(_importance(moments.diagonal()) if dynamic else None)
+
+
+class _Columns:
+    """The weights [outputs, k] of a layer in the order in which their columns are rounded."""
+
+    def __init__(self, weight: Tensor, upper: Tensor, grid: Grid, order: Tensor | None) -> None:
+        self.weight, self.upper, self.grid = weight, upper, grid
+        columns = range(weight.shape[1]) if order is None else order.tolist()
+        self.columns: list[int] = list(columns)
+        self.codes = torch.zeros(weight.shape, dtype=torch.int64, device=weight.device)
+        if grid.scales is not None:
+            self.scales = grid.scales.clone()
+            self.zero_points = None if grid.zero_points is None else grid.zero_points.clone()
+            self.grid = grid._replace(scales=self.scales, zero_points=self.zero_points)
+
+    def round(self, importance: Tensor | None) -> Tensor:
+        """Rows of bytes. With `importance`, the scales of a block are searched when its first column comes up."""
+        k = self.weight.shape[1]
+        for first in range(0, k, COLUMNS):
+            last = min(first + COLUMNS, k)
+            errors = torch.zeros(len(self.weight), last - first, dtype=torch.float32, device=self.weight.device)
+            for place in range(first, last):
+                if importance is not None and place % int(self.grid.codec.block or 1) == 0:
+                    self._search_block(place, errors, first, importance)
+                errors[:, place - first] = self._round_column(place, last)
+            self.weight[:, last:] -= errors @ self.upper[first:last, last:]
+        return self.grid.join(self.codes)
+
+    def _round_column(self, place: int, last: int) -> Tensor:
+        """Round one column, and spread its error over those up to `last`; returns the error over its own factor."""
+        column, values = self.columns[place], self.weight[:, place]
+        codes = self.grid.codes(values.contiguous(), column)
+        self.codes[:, column] = codes
+        factors = self.upper[place, place:last]
+        error = (values - self.grid.values(codes, column)) / factors[0]
+        self.weight[:, place:last] -= error.unsqueeze(-1) * factors
+        return error
+
+    def _search_block(self, place: int, errors: Tensor, first: int, importance: Tensor) -> None:
+        """Choose the scales of the block that begins at a column, for its weights as they are by now."""
+        end = min(place + int(self.grid.codec.block or 1), self.weight.shape[1])
+        values = self.weight[:, place:end].clone()
+        behind = max(place, min(first + COLUMNS, self.weight.shape[1]))
+        if end > behind:  # columns that the errors of this run have not reached yet
+            done = place - first
+            values[:, behind - place :] -= errors[:, :done] @ self.upper[first:place, behind:end]
+        codec = self.grid.codec
+        fields = codec.split(codec.encode_searched(values, importance[place:end].contiguous()), end - place)
+        assert fields.scales is not None
+        self.scales[:, place // int(codec.block or 1)] = fields.scales[:, 0]
+        if self.zero_points is not None and fields.zero_points is not None:
+            self.zero_points[:, place // int(codec.block or 1)] = fields.zero_points[:, 0]
+
+
+def output_error(weight: Tensor, codec: Codec, rows: Tensor, moments: Tensor) -> Tensor:
+    """The mean squared error of each output [outputs] of encoded rows: d H d^T."""
+    difference = weight - codec.decode(rows, weight.shape[1])
+    return ((difference @ moments) * difference).sum(-1).clamp(min=0.0)
+
+
+def factor_of_inverse(moments: Tensor, damping: float) -> Tensor:
+    """The upper Cholesky factor of the inverse of damped moments [k, k]. Inputs that are always zero stand alone."""
+    diagonal = moments.diagonal()
+    dead = diagonal <= 0
+    mean = float(diagonal.double().mean()) or 1.0
+    while damping < LARGEST_DAMPING:
+        damped = moments.double()
+        damped.diagonal().add_(damping * mean)
+        damped.diagonal().masked_fill_(dead, mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not int(failed):
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not int(failed) and bool(upper.isfinite().all()):
+                return upper.float()
+        damping *= 10
+    raise CalibrationError("data: the moments of a layer's inputs cannot be factorized: are they finite?")
+
+
+def _importance(diagonal: Tensor) -> Tensor:
+    """How much the error of each column counts: its mean squared input, and a little for inputs that are zero."""
+    mean = float(diagonal.double().mean()) or 1.0
+    return (diagonal / mean + 1e-3).float().contiguous()
