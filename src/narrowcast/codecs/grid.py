@@ -14,7 +14,7 @@ from torch import Tensor
 
 from narrowcast.codecs.base import Codec
 from narrowcast.codecs.fields import Fields
-from narrowcast.kernels.layout import Element, layout
+from narrowcast.kernels.layout import Recipe, layout
 from narrowcast.kernels.reference import casts, codes
 
 
@@ -34,7 +34,7 @@ class Grid(NamedTuple):
     def codes(self, x: Tensor, column: int) -> Tensor:
         """The codes of `x` [rows], the elements in one column of the rows, as int64."""
         if self.scales is None:
-            return _signed(casts.cast_bits(x, self.codec.format.element).long(), self.codec)
+            return casts.cast_bits(x, self.codec.format.element).long()
         scale, zeros = self._block(column)
         return codes.quantize(x, scale, zeros, self._recipe(x), None).long()
 
@@ -56,12 +56,5 @@ class Grid(NamedTuple):
         zeros = scale if self.zero_points is None else self.zero_points[:, block]
         return scale, zeros.long() if self.zero_points is not None else torch.zeros_like(scale, dtype=torch.int64)
 
-    def _recipe(self, like: Tensor) -> codes.Recipe:
+    def _recipe(self, like: Tensor) -> Recipe:
         return self.codec.recipe(like.device)
-
-
-def _signed(bits: Tensor, codec: Codec) -> Tensor:
-    """The bits of a 16-bit float as `join` takes them: two's complement."""
-    if codec.format.element in (Element.FP16, Element.BF16):
-        return bits - ((bits & 0x8000) << 1)
-    return bits

@@ -95,7 +95,9 @@ def _groups(slot: Slot) -> int | None:
     return None if issubclass(slot.target, (Linear, Convolution)) else 1
 
 
-def _count(slot: Slot, moments: InputMoments, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _count(
+    slot: Slot, moments: InputMoments, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
     if slot.parameter == "weight":
         moments.add(args[0] if args else kwargs.get("input", kwargs.get("x")))
         return

@@ -27,9 +27,7 @@ struct Integers {
     float low, top;
     explicit Integers(const Spec& spec)
         : low(-float((1 << (spec.bits - 1)) - 1 + spec.signed_scale)), top(float((1 << (spec.bits - 1)) - 1)) {}
-    inline void units(const float* __restrict x, Scaling by, float* __restrict out) const {
-        for (int i = 0; i < PIECE; ++i) out[i] = (clamp(x[i] * by.inverse, low, top) + ROUNDER) - ROUNDER;
-    }
+    inline float unit(float x, Scaling by) const { return (clamp(x * by.inverse, low, top) + ROUNDER) - ROUNDER; }
     static inline float value(float unit, float scale) { return unit * scale; }
 };
 
@@ -37,12 +35,9 @@ struct Affine {
     static constexpr int BITS = 0;
     float top;
     explicit Affine(const Spec& spec) : top(float((1 << spec.bits) - 1)) {}
-    inline void units(const float* __restrict x, Scaling by, float* __restrict out) const {
-        const float zero = float(by.zero);
-        for (int i = 0; i < PIECE; ++i) {
-            float whole = (clamp(x[i] * by.inverse, -top, top) + ROUNDER) - ROUNDER;
-            out[i] = clamp(whole + zero, 0.0f, top) - zero;
-        }
+    inline float unit(float x, Scaling by) const {
+        const float zero = float(by.zero), whole = (clamp(x * by.inverse, -top, top) + ROUNDER) - ROUNDER;
+        return clamp(whole + zero, 0.0f, top) - zero;
     }
     static inline float value(float unit, float scale) {
         constexpr float most = 0x1.fffffep+127f;
@@ -67,9 +62,7 @@ struct Places {
 struct Signs {
     static constexpr int BITS = 0;
     explicit Signs(const Spec&) {}
-    inline void units(const float* __restrict x, Scaling, float* __restrict out) const {
-        for (int i = 0; i < PIECE; ++i) out[i] = as<float>((as<uint32_t>(x[i]) & 0x80000000u) | 0x3F800000u);
-    }
+    inline float unit(float x, Scaling) const { return as<float>((as<uint32_t>(x) & 0x80000000u) | 0x3F800000u); }
     static inline float value(float unit, float scale) { return unit * scale; }
 };
 
@@ -77,11 +70,25 @@ template <class Format>
 struct NarrowFloats {
     static constexpr int BITS = 0;
     explicit NarrowFloats(const Spec&) {}
-    inline void units(const float* __restrict x, Scaling by, float* __restrict out) const {
-        for (int i = 0; i < PIECE; ++i) out[i] = Format::widen(Format::narrow(x[i] * by.inverse));
-    }
+    inline float unit(float x, Scaling by) const { return Format::widen(Format::narrow(x * by.inverse)); }
     static inline float value(float unit, float scale) { return unit * scale; }
 };
+
+struct Choice {
+    Scaling by;
+    float loss;
+};
+
+inline Choice better(const Choice& found, const Choice& other) { return other.loss < found.loss ? other : found; }
+
+// 64 lanes, folded in halves.
+inline float fold(float (&lane)[PIECE]) {
+    for (int i = 0; i < 32; ++i) lane[i] += lane[i + 32];
+    for (int i = 0; i < 16; ++i) lane[i] += lane[i + 16];
+    for (int i = 0; i < 8; ++i) lane[i] += lane[i + 8];
+    for (int i = 0; i < 4; ++i) lane[i] += lane[i + 4];
+    return (lane[0] + lane[2]) + (lane[1] + lane[3]);
+}
 
 // One group, and zeros behind its last element up to a whole piece.
 template <class Codes>
@@ -93,33 +100,41 @@ struct Group {
     const float* weights;  // or null
     int64_t count;
 
-    // The weighted sum of term(element, units) over the group.
+    // Calls add(i, element, units) for the PIECE elements from `begin` on.
+    template <class Add>
+    inline void each(int64_t begin, Scaling by, const Add& add) const {
+        const float* __restrict here = x + begin;
+        if constexpr (Codes::BITS != 0) {
+            alignas(64) float units[PIECE];
+            codes.units(here, by, units);
+            for (int i = 0; i < PIECE; ++i) add(i, here[i], units[i]);
+        } else {
+            for (int i = 0; i < PIECE; ++i) add(i, here[i], codes.unit(here[i], by));
+        }
+    }
+
+    // The weighted sum of term(element, units) over the group, in 64 lanes.
     template <class Term>
     inline float total(Scaling by, const Term& term) const {
-        alignas(64) float units[PIECE], sum[PIECE] = {};
+        alignas(64) float lanes[PIECE] = {};
         int64_t begin = 0;
         for (; begin + PIECE <= count; begin += PIECE) {
-            const float* here = x + begin;
-            codes.units(here, by, units);
+            const float* w = weights + begin;
             if (weights) {
-                for (int i = 0; i < PIECE; ++i) sum[i] += term(here[i], units[i]) * weights[begin + i];
+                each(begin, by, [&](int i, float element, float unit) { lanes[i] += term(element, unit) * w[i]; });
             } else {
-                for (int i = 0; i < PIECE; ++i) sum[i] += term(here[i], units[i]);
+                each(begin, by, [&](int i, float element, float unit) { lanes[i] += term(element, unit); });
             }
         }
         if (begin < count) {
             alignas(64) float products[PIECE];
             const int64_t left = count - begin;
-            codes.units(x + begin, by, units);
-            for (int i = 0; i < PIECE; ++i) products[i] = term(x[begin + i], units[i]);
+            each(begin, by, [&](int i, float element, float unit) { products[i] = term(element, unit); });
             for (int64_t i = 0; weights && i < left; ++i) products[i] *= weights[begin + i];
             for (int64_t i = left; i < PIECE; ++i) products[i] = 0.0f;
-            for (int i = 0; i < PIECE; ++i) sum[i] += products[i];
+            for (int i = 0; i < PIECE; ++i) lanes[i] += products[i];
         }
-        for (int half = PIECE / 2; half; half /= 2) {
-            for (int i = 0; i < half; ++i) sum[i] += sum[i + half];
-        }
-        return sum[0];
+        return fold(lanes);
     }
 
     inline float loss(Scaling by) const {
@@ -135,31 +150,37 @@ struct Group {
         return above / total(by, [](float, float unit) { return unit * unit; });
     }
 
+    // A stored scale near `wanted`; NaN where none may be used.
+    inline float stored(float wanted) const {
+        const float scale = round_to_stored(wanted, spec.scale, spec.limit);
+        return (spec.signed_scale ? std::fabs(scale) : scale) >= 0x1p-126f ? scale : NOT_A_NUMBER;
+    }
+
+    inline Choice choice(float scale, int32_t zero) const {
+        const Scaling by{scale, 1.0f / scale, zero};
+        return Choice{by, scale == scale ? loss(by) : HUGE_VALF};
+    }
+
     Scaling best(Scaling first) const {
-        Scaling found = first;
-        float least = loss(first);
-        auto take = [&](Scaling by) {
-            const float lost = loss(by);
-            if (lost < least) found = by, least = lost;
-        };
-        auto try_scale = [&](float wanted) {
-            const float scale = round_to_stored(wanted, spec.scale, spec.limit);
-            const bool allowed = (spec.signed_scale ? std::fabs(scale) : scale) >= 0x1p-126f;  // no NaN either
-            if (allowed) take(Scaling{scale, 1.0f / scale, found.zero});
-        };
+        // Losses first, comparisons then: a processor works on several candidates at once if no branch stands between them.
+        Choice tried[2 * Search::MOST + 1];
+        int64_t count = 0;
+        tried[count++] = Choice{first, loss(first)};
         for (int64_t i = 0; spec.element != SIGN && i < how.factor_count; ++i) {
-            try_scale(first.scale * how.factors[i]);
-            if (spec.signed_scale) try_scale(first.scale * -how.factors[i]);
+            tried[count++] = choice(stored(first.scale * how.factors[i]), first.zero);
+            if (spec.signed_scale) tried[count++] = choice(stored(first.scale * -how.factors[i]), first.zero);
         }
+        Choice found = tried[0];
+        for (int64_t i = 1; i < count; ++i) found = better(found, tried[i]);
         for (int step = -1; spec.element == AFFINE && step <= 1; step += 2) {
-            take(Scaling{found.scale, found.inverse, std::min(std::max(found.zero + step, 0), (1 << spec.bits) - 1)});
+            found = better(found, choice(found.by.scale, std::min(std::max(found.by.zero + step, 0), (1 << spec.bits) - 1)));
         }
         for (int64_t i = 0; i < how.refinements; ++i) {
-            const float before = found.scale;
-            try_scale(fitted(found));
-            if (found.scale == before) break;  // the next one would find the same
+            const float before = found.by.scale;
+            found = better(found, choice(stored(fitted(found.by)), found.by.zero));
+            if (found.by.scale == before) break;  // the next one would find the same
         }
-        return found;
+        return found.by;
     }
 };
 

@@ -7,6 +7,7 @@ namespace nc {
 
 // How a group is searched; see kernels/reference/search.py.
 struct Search {
+    static constexpr int64_t MOST = 64;  // factors
     const float* importance;  // of the row's elements, or null
     const float* factors;
     int64_t factor_count, refinements;

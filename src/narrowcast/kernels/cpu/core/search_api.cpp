@@ -29,7 +29,7 @@ extern "C" __attribute__((visibility("default"))) int32_t nc_encode_searched(
     int32_t isa) {
     static constexpr int64_t bytes[] = {4, 2, 2, 8};
     const Machine m = machine(isa);
-    const Search how{importance, factors, factor_count, refinements};
+    const Search how{importance, factors, std::min(factor_count, Search::MOST), refinements};
     const Spec& spec = *of_rows;
     const int64_t size = spec.group_size, padded = ceil_div(size, 64) * 64;
     const int64_t groups = std::max<int64_t>(1, CHUNK / size), parts = ceil_div(spec.groups, groups);
