@@ -106,7 +106,7 @@ class Codec:
         return operators.encode(rows, self.recipe(rows.device), seed)
 
     def encode_searched(self, rows: Tensor, importance: Tensor | None = None) -> Tensor:
-        """`encode` with the stored scales that lose least (kernels/reference/search.py); `importance` weighs elements."""
+        """`encode` with the stored scales that lose least (reference/search.py); `importance` weighs elements."""
         checks.float_rows(rows, "rows")
         flat = checks.as_matrix(rows, "rows")
         return _shaped(operators.encode_searched(flat, importance, self.recipe(rows.device)), rows)

@@ -26,7 +26,7 @@ def raising(error: BaseException) -> Iterator[Tensor]:
 def refused(model: nn.Module, data: Any, error: type[BaseException], message: str = "") -> None:
     """quantize_ raises, and the model has the same classes, parameters, hooks and modes."""
     before = {name: (type(module), module.training, dict(vars(module))) for name, module in model.named_modules()}
-    parameters = {name: parameter for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     with pytest.raises(error, match=message):
         nc.quantize_(model, "int4:block=16", rounding="gptq", data=data)

@@ -28,7 +28,8 @@ def read_batches(data: object) -> list[Any]:
         )
     if isinstance(data, (Tensor, Mapping, str)) or not isinstance(data, Iterable):
         raise CalibrationError(
-            f"data: expected an iterable of batches, got a {type(data).__name__}. Give a list: data=[batch]. {UNCHANGED}"
+            f"data: expected an iterable of batches, got a {type(data).__name__}. Pass a list, data=[batch]. "
+            f"{UNCHANGED}"
         )
     batches: list[Any] = []
     try:
@@ -53,7 +54,8 @@ def _check(batch: Any, number: int) -> None:
     if not tensors:
         raise CalibrationError(
             f"data: batch {number} holds no tensor, it is a {type(batch).__name__}. A batch is what the model takes: a "
-            f"tensor, a mapping of keywords, or a tuple whose first element is the input. Tokenize text first. {UNCHANGED}"
+            f"tensor, a mapping of keywords, or a tuple whose first element is the input. Tokenize text first. "
+            f"{UNCHANGED}"
         )
     for tensor in tensors:
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):

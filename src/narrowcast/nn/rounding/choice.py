@@ -38,14 +38,14 @@ class Chosen:
             reason = why_not or "no batch reached it"
             return round_by_search(weight, codec, lead), "search", reason
         rows: EncodedRows = self.rounding(weight, codec, lead, moments)
-        note = _few(moments) if self.needs_data and moments is not None else ""
+        note = _few(moments) if self.needs_data and moments is not None and lead == 2 else ""
         return rows, self.name, note
 
 
 def _few(moments: InputMoments) -> str:
-    """Which groups (experts) of a weight had too few inputs."""
+    """Which experts of a weight had too few inputs."""
     few = [group for group, count in enumerate(moments.counts) if count < FEWEST]
-    if not few or moments.groups == 1:
+    if not few:
         return ""
     listed = ", ".join(map(str, few[:8])) + (" and more" if len(few) > 8 else "")
     return f"by search for {len(few)} of {moments.groups} experts ({listed}), with fewer than {FEWEST} inputs"

@@ -11,10 +11,12 @@ What is done differently here:
   with what the error of each column costs once the others have made up for it, 1 / diag(factor)^2: all at once with
   `act_order`, which rounds the columns with the largest inputs first, and for codecs with one scale a row; else for
   each block when its first column comes up.
+- Inputs are those of the rounded model. Where the inputs in the unrounded model are known too, the weight is first
+  moved to where it gives the unrounded model's outputs best, and so makes up for the layers before it.
 - H is damped: `damping` times its mean diagonal is added to the diagonal, ten times as much if the factorization fails
   nevertheless. An input that is always zero takes no part: its weights are rounded to nearest.
-- At the end each output takes these codes, or those of a search, or the nearest ones, whichever has the least error.
-  So no output is worse than with nearest rounding on the data.
+- At the end each output takes these codes, or those of a search, or the nearest ones, whichever has the least error
+  against the unrounded model. So no output is worse than with nearest rounding on the data.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from narrowcast.codecs import Codec
 from narrowcast.codecs.grid import Grid
 from narrowcast.codecs.payload import EncodedRows
 from narrowcast.errors import CalibrationError, SpecError
-from narrowcast.nn.rounding.moments import InputMoments
+from narrowcast.nn.rounding.moments import InputMoments, Inputs
 
 COLUMNS = 128
 """Columns whose errors are spread at once over those behind them."""
@@ -57,26 +59,42 @@ class GPTQ:
         """Rows of `weight`, rounded so that the layer's output changes least over the inputs of `moments`."""
         if moments is None or not moments.count:
             raise CalibrationError("moments: gptq needs the inputs of the layer, and there are none. Pass data.")
-        mean = moments.mean().to(weight.device)
-        rows = weight.detach().float().reshape(len(mean), -1, mean.shape[-1])
+        inputs = moments.inputs(weight.device)
+        rows = weight.detach().float().reshape(len(inputs), -1, inputs[0].moments.shape[-1])
         parts = []
-        for part, part_mean, count in zip(rows, mean, moments.counts, strict=True):
-            enough = count >= FEWEST or moments.groups == 1
-            parts.append(self.round_rows(part, codec, part_mean) if enough else codec.encode_searched(part))
-        encoded = torch.stack(parts)
-        return EncodedRows(encoded.view(*weight.shape[:lead], -1), codec, weight.shape, weight.dtype)
+        for part, own, count in zip(rows, inputs, moments.counts, strict=True):
+            enough = count >= FEWEST or lead != 2  # of experts each has its own inputs
+            parts.append(self.round_rows(part, codec, own) if enough else codec.encode_searched(part))
+        return EncodedRows(torch.stack(parts).view(*weight.shape[:lead], -1), codec, weight.shape, weight.dtype)
 
-    def round_rows(self, weight: Tensor, codec: Codec, moments: Tensor) -> Tensor:
-        """Encoded rows of `weight` [outputs, k], given the mean moments [k, k] of its inputs."""
+    def round_rows(self, weight: Tensor, codec: Codec, inputs: Inputs) -> Tensor:
+        """Encoded rows of `weight` [outputs, k]."""
         candidates = [codec.encode(weight, 0)]
-        if float(moments.diagonal().sum()) > 0:
-            candidates += self._compensated(weight, codec, moments)
-        errors = torch.stack([output_error(weight, codec, rows, moments) for rows in candidates])
-        best = errors.argmin(0)
+        if float(inputs.moments.diagonal().sum()) > 0:
+            candidates += self._compensated(self._target(weight, inputs), codec, inputs.moments)
+        decoded = [codec.decode(rows, weight.shape[1]) for rows in candidates]
+        best = torch.stack([inputs.errors(weight, rounded) for rounded in decoded]).argmin(0)
         rows = candidates[0]
         for place, other in enumerate(candidates[1:], 1):
             rows = torch.where((best == place).unsqueeze(-1), other, rows)
         return rows
+
+    def _target(self, weight: Tensor, inputs: Inputs) -> Tensor:
+        """The weight that gives the unrounded model's outputs best on the rounded model's inputs.
+
+        It is the least-squares fit of W x by V x', pulled towards W by the damping: V = W (C + d)(H + d)^-1.
+        """
+        if inputs.cross is None:
+            return weight
+        damping = self.damping * (float(inputs.moments.diagonal().double().mean()) or 1.0)
+        damped, target = inputs.moments.double(), inputs.cross.double()
+        damped.diagonal().add_(damping)
+        target.diagonal().add_(damping)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if int(failed):
+            return weight
+        fitted = torch.cholesky_solve(target.t() @ weight.double().t(), lower).t()
+        return fitted.float().contiguous() if bool(fitted.isfinite().all()) else weight
 
     def _compensated(self, weight: Tensor, codec: Codec, moments: Tensor) -> list[Tensor]:
         """Rows with searched scales, and rows whose later columns make up for the earlier ones."""
@@ -144,13 +162,6 @@ class _Columns:
             self.zero_points[:, place // int(codec.block or 1)] = fields.zero_points[:, 0]
 
 
-def output_error(weight: Tensor, codec: Codec, rows: Tensor, moments: Tensor) -> Tensor:
-    """The mean squared error of each output [outputs] of encoded rows: d H d^T."""
-    difference = weight - codec.decode(rows, weight.shape[1])
-    error: Tensor = ((difference @ moments) * difference).sum(-1).clamp(min=0.0)
-    return error
-
-
 def factor_of_inverse(moments: Tensor, damping: float) -> Tensor:
     """The upper Cholesky factor of the inverse of damped moments [k, k]. Inputs that are always zero stand alone."""
     diagonal = moments.diagonal()
@@ -164,6 +175,7 @@ def factor_of_inverse(moments: Tensor, damping: float) -> Tensor:
         if not int(failed):
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not int(failed) and bool(upper.isfinite().all()):
-                return upper.float()
+                factor: Tensor = upper.float()
+                return factor
         damping *= 10
     raise CalibrationError("data: the moments of a layer's inputs cannot be factorized: are they finite?")

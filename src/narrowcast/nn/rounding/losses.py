@@ -1,6 +1,7 @@
 """What a rounding loses on a layer: the squared error of its output, relative to the squared output.
 
-With moments of the inputs (moments.py) the error is that of the data. Without, inputs have no preferred direction, and
+With moments of the inputs (moments.py) the error is that of the data, against the outputs of the unrounded model where
+these are known. Without, inputs have no preferred direction, and
 it is the squared error of the weight relative to the squared weight.
 """
 
@@ -21,10 +22,13 @@ def relative_error(weight: Tensor, rows: EncodedRows, moments: InputMoments | No
     if moments is None or moments.total is None:
         sqnr = sqnr_of_rows(weight, rows)
         return None if sqnr is None else float(10 ** (-sqnr / 10))
-    mean = moments.mean().to(weight.device)
-    size = len(mean), -1, mean.shape[-1]
-    exact, rounded = (values.detach().float().reshape(size) for values in (weight, rows.decode(torch.float32)))
-    signal, noise = (float(_energy(values, mean)) for values in (exact, exact - rounded))
+    inputs = moments.inputs(weight.device)
+    size = len(inputs), -1, inputs[0].moments.shape[-1]
+    pairs = zip(weight.detach().float().reshape(size), rows.decode(torch.float32).reshape(size), inputs, strict=True)
+    signal = noise = 0.0
+    for exact, rounded, own in pairs:
+        signal += float(own.energy(exact).double().sum())
+        noise += float(own.errors(exact, rounded).double().sum())
     return noise / signal if signal else float(noise > 0)
 
 
@@ -33,8 +37,3 @@ def nearest_error(weight: Tensor, rows: EncodedRows, moments: InputMoments | Non
     if weight.device.type == "meta":
         return None
     return relative_error(weight, encode_rows(weight, rows.codec, lead=rows.data.dim() - 1), moments)
-
-
-def _energy(weights: Tensor, mean: Tensor) -> Tensor:
-    """The mean squared output [groups, outputs, k] x [groups, k, k], summed over outputs."""
-    return ((weights @ mean) * weights).sum(dtype=torch.float64).clamp(min=0.0)

@@ -45,8 +45,13 @@ def why_no_moments(weight: Weight) -> str:
 
 
 @contextmanager
-def recording(weights: Iterable[Weight]) -> Iterator[dict[str, InputMoments]]:
-    """The moments of weights, by the key of their first slot; each forward pass in this context adds to them."""
+def recording(
+    weights: Iterable[Weight], exact: Mapping[str, list[Tensor]] | None = None
+) -> Iterator[dict[str, InputMoments]]:
+    """The moments of weights, by the key of their first slot; each forward pass in this context adds to them.
+
+    `exact` has the inputs of the same calls in the unrounded model, which are taken from its lists one by one.
+    """
     moments: dict[str, InputMoments] = {}
     experts: dict[int, InputMoments] = {}
     with ExitStack() as stack:
@@ -59,7 +64,7 @@ def recording(weights: Iterable[Weight]) -> Iterator[dict[str, InputMoments]]:
                 if _of_experts(slot):
                     experts[slot.float_weight().untyped_storage().data_ptr()] = own
                 else:
-                    hook = slot.module.register_forward_pre_hook(partial(_count, slot, own), with_kwargs=True)
+                    hook = slot.module.register_forward_pre_hook(partial(_count, slot, own, exact), with_kwargs=True)
                     stack.callback(hook.remove)
         if experts:
             stack.enter_context(_WatchExperts(experts))
@@ -96,10 +101,16 @@ def _groups(slot: Slot) -> int | None:
 
 
 def _count(
-    slot: Slot, moments: InputMoments, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    slot: Slot,
+    moments: InputMoments,
+    exact: Mapping[str, list[Tensor]] | None,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> None:
     if slot.parameter == "weight":
-        moments.add(args[0] if args else kwargs.get("input", kwargs.get("x")))
+        waiting = None if exact is None else exact.get(slot.key)
+        moments.add(input_of(args, kwargs), waiting.pop(0) if waiting else None)
         return
     names = ("query", "key", "value")
     vectors = [args[place] if place < len(args) else kwargs[name] for place, name in enumerate(names)]
@@ -108,6 +119,26 @@ def _count(
             moments.add_to_group(group, x)
     else:
         moments.add_to_group(0, vectors[APART.index(slot.parameter)])
+
+
+def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The input of a layer's call."""
+    x: Tensor = args[0] if args else kwargs.get("input", kwargs.get("x"))
+    return x
+
+
+@contextmanager
+def keeping_inputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
+    """The inputs of modules' calls, by the name given here and in the order of calls: a dictionary to be emptied."""
+    kept: dict[str, list[Tensor]] = {}
+
+    def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        kept.setdefault(name, []).append(input_of(args, kwargs))
+
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            stack.callback(module.register_forward_pre_hook(partial(keep, name), with_kwargs=True).remove)
+        yield kept
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------

@@ -7,10 +7,11 @@ the weights before it, rounded already, give. A *step* is a set of weights that 
 - each block of a stack: the children of a ModuleList or Sequential that are of one class, such as decoder layers;
 - everything else, at the end.
 
-The inputs of a stack's blocks are captured once. From then on only one block runs at a time: on its inputs, to count
-the moments, and once more with its rounded weights, for the inputs of the next block. Hidden states wait on the CPU in
-the dtype that the model gives them. Where a block does not simply take what the block before it returns, the whole
-model runs for each block instead: slower, and always right.
+The inputs of a stack's blocks are captured once. From then on only one block runs at a time. Its weights are rounded in
+the order in which it uses them, those that read the same input together. Beside it runs its twin, with the float
+weights and on the unrounded model's inputs: so that a layer can make up for what the layers before it have lost. Hidden
+states, of both, wait on the CPU in the dtype that the model gives them. Where a block does not simply take what the
+block before it returns, the whole model runs for each block instead: slower, and always right.
 """
 
 from __future__ import annotations
@@ -23,15 +24,22 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import CalibrationError
-from narrowcast.nn.modules.base import float_class_of
+from narrowcast.nn.modules.base import copy_modules, float_class_of
 from narrowcast.nn.rounding.batches import UNCHANGED, device_of, move, run_batch
 from narrowcast.nn.rounding.moments import InputMoments
-from narrowcast.nn.rounding.recording import recording, why_no_moments
+from narrowcast.nn.rounding.recording import keeping_inputs, recording, why_no_moments
 from narrowcast.nn.survey import Weight
 
 CPU = torch.device("cpu")
 Round = Callable[[Weight, InputMoments | None], None]
 """Rounds one weight and puts its rows into the model."""
+
+
+class Stack(NamedTuple):
+    """Blocks that run one after the other, and the hidden states that enter them in the unrounded model."""
+
+    blocks: list[nn.Module]
+    exact: list[Tensor]
 
 
 class Call(NamedTuple):
@@ -43,14 +51,17 @@ class Call(NamedTuple):
 
 def round_in_order(model: nn.Module, weights: Sequence[Weight], batches: Sequence[Any], round_weight: Round) -> None:
     """Round all weights, each on inputs that come from rounded weights."""
-    stacks = find_stacks(model, weights)
-    inside = {id(module) for stack in stacks for block in stack for module in block.modules()}
+    found = find_stacks(model, weights)
+    inside = {id(module) for blocks in found for block in blocks for module in block.modules()}
+    captures = [_capture(model, blocks, batches) for blocks in found]
+    stacks = [Stack(blocks, [] if none is None else none[0]) for blocks, none in zip(found, captures, strict=True)]
+    del captures
     rest = [weight for weight in weights if not all(id(slot.module) in inside for slot in weight.slots)]
     for weight in [weight for weight in rest if why_no_moments(weight)]:
         round_weight(weight, None)
         rest.remove(weight)
     if stacks:
-        first = stacks[0][0]
+        first = stacks[0].blocks[0]
         with recording(rest) as moments:
             for number, batch in enumerate(batches):
                 _run(model, batch, number, stop_at=first)
@@ -97,25 +108,87 @@ def _round_on_model(model: nn.Module, weights: Sequence[Weight], batches: Sequen
 
 
 def _round_stack(
-    model: nn.Module, stack: Sequence[nn.Module], weights: Sequence[Weight], batches: Sequence[Any], round_weight: Round
+    model: nn.Module, stack: Stack, weights: Sequence[Weight], batches: Sequence[Any], round_weight: Round
 ) -> None:
-    captured = _capture(model, stack, batches)
+    captured = _capture(model, stack.blocks, batches)
     if captured is None:
-        for block in stack:
+        for block in stack.blocks:
             _round_on_model(model, _of_block(block, weights), batches, round_weight)
         return
-    hidden, calls = captured
+    states, calls = captured
     device = device_of(model)
-    for place, block in enumerate(stack):
+    for place, block in enumerate(stack.blocks):
+        run = _Block(block, states, stack.exact, calls[place], device)
         own = _of_block(block, weights)
-        with recording(own) as moments:
-            for states, call in zip(hidden, calls[place], strict=True):
-                _call(block, states, call, device)
-        for weight in own:
-            round_weight(weight, None if why_no_moments(weight) else _checked(weight, moments))
-        if place + 1 < len(stack):
-            for number, call in enumerate(calls[place]):
-                hidden[number] = _first(_call(block, hidden[number], call, device)).to(CPU)
+        for step in run.steps(own):
+            moments = run.record(step)
+            for weight in step:
+                round_weight(weight, None if why_no_moments(weight) else _checked(weight, moments))
+        if place + 1 < len(stack.blocks):
+            run.advance()
+
+
+class _Block:
+    """One block of a stack: its inputs in the model as it is, in the unrounded model, and its other arguments."""
+
+    def __init__(
+        self, block: nn.Module, states: list[Tensor], exact: list[Tensor], calls: list[Call], device: torch.device
+    ) -> None:
+        self.block, self.states, self.calls, self.device = block, states, calls, device
+        self.exact = exact
+        self.twin = copy_modules(block)  # with the float weights, which it shares
+        self.names = {id(module): name for name, module in block.named_modules()}
+
+    def steps(self, weights: Sequence[Weight]) -> list[list[Weight]]:
+        """Weights in the order in which the block uses them; those that read the same input together."""
+        order: dict[str, int] = {}
+        inputs: list[Tensor] = []
+        with keeping_inputs(self._twins(weights)) as kept:
+            hook_order: list[str] = []
+            hooks = [
+                twin.register_forward_pre_hook(lambda *_, name=name: hook_order.append(name))
+                for name, twin in self._twins(weights).items()
+            ]
+            _call(self.twin, self.exact[0], self.calls[0], self.device)
+            for hook in hooks:
+                hook.remove()
+            for name in hook_order:
+                x = kept[name][0]
+                place = next((i for i, other in enumerate(inputs) if other is x), len(inputs))
+                if place == len(inputs):
+                    inputs.append(x)
+                order.setdefault(name, place)
+        last = len(inputs)
+        places = {weight.slots[0].key: order.get(weight.slots[0].key, last) for weight in weights}
+        return [
+            [weight for weight in weights if places[weight.slots[0].key] == place]
+            for place in sorted({*places.values()})
+        ]
+
+    def record(self, weights: Sequence[Weight]) -> dict[str, InputMoments]:
+        """The moments of weights over all batches, with what their inputs are in the unrounded model."""
+        twins = self._twins(weights)
+        with keeping_inputs(twins) as exact, recording(weights, exact) as moments:
+            for states, unrounded, call in zip(self.states, self.exact, self.calls, strict=True):
+                exact.clear()
+                _call(self.twin, unrounded, call, self.device)
+                _call(self.block, states, call, self.device)
+        return moments
+
+    def advance(self) -> None:
+        """Replace the states that enter this block by those that leave it."""
+        for number, call in enumerate(self.calls):
+            self.exact[number] = _first(_call(self.twin, self.exact[number], call, self.device)).to(CPU)
+            self.states[number] = _first(_call(self.block, self.states[number], call, self.device)).to(CPU)
+
+    def _twins(self, weights: Sequence[Weight]) -> dict[str, nn.Module]:
+        """The modules of the twin that hold these weights; not of experts and of attention, which are not compared."""
+        slots = [weight.slots[0] for weight in weights if len(weight.slots) == 1 and not why_no_moments(weight)]
+        return {
+            slot.key: self.twin.get_submodule(self.names[id(slot.module)])
+            for slot in slots
+            if slot.parameter == "weight"
+        }
 
 
 def _capture(
@@ -208,7 +281,7 @@ def _checked(weight: Weight, moments: dict[str, InputMoments]) -> InputMoments:
     key = weight.slots[0].key
     if not moments[key].finite():
         raise CalibrationError(
-            f"data: the inputs of {key} hold an infinity or a NaN, or are too large to square. Usually a batch does, or "
-            f"the model overflows in its dtype. {UNCHANGED}"
+            f"data: the inputs of {key} hold an infinity or a NaN, or are too large to square. Usually a batch does, "
+            f"or the model overflows in its dtype. {UNCHANGED}"
         )
     return moments[key]
