@@ -45,8 +45,8 @@ class GPTQ:
 
     act_order: bool = True
     """Round the columns with the largest inputs first."""
-    damping: float = 0.1
-    """What is added to the diagonal of the moments, relative to its mean. On MiniLM 0.1 loses less than 0.01 on
+    damping: float = 0.3
+    """What is added to the diagonal of the moments, relative to its mean. On MiniLM 0.3 loses less than 0.01 on
     sentences that were not in the data, and much less on text of another kind (docs/rounding.md)."""
 
     def __post_init__(self) -> None:
