@@ -310,9 +310,9 @@ def test_each_float_weight_is_let_go_before_the_next_is_encoded(monkeypatch: pyt
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
     alive = weakref.WeakSet(parameter for parameter in model.parameters() if parameter.dim() == 2)
     counts: list[int] = []
-    from narrowcast.nn import quantize
+    from narrowcast.nn.rounding import choice
 
-    encode = quantize.round_to_nearest
+    encode = choice.NAMED["nearest"]
 
     def counted(*arguments: object, **options: object) -> object:
         counts.append(len(alive))
@@ -320,7 +320,7 @@ def test_each_float_weight_is_let_go_before_the_next_is_encoded(monkeypatch: pyt
 
     gc.disable()
     try:
-        monkeypatch.setattr(quantize, "round_to_nearest", counted)
+        monkeypatch.setitem(choice.NAMED, "nearest", counted)
         nc.quantize_(model)
     finally:
         gc.enable()

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from narrowcast.checkpoint.companions import companions, config_of, copy_companions
 from narrowcast.checkpoint.files import SUFFIX, make_folder, new_file, sweep, write_tensors
 from narrowcast.checkpoint.folders import INDEX, SINGLE, new_save, publish_index, remove_others, shard_names, turn
 from narrowcast.checkpoint.header import Stored
 from narrowcast.checkpoint.mapping import File
-from narrowcast.checkpoint.parts import Part, choose_codecs, lay_out_parts
+from narrowcast.checkpoint.parts import Part, Rounded, choose_codecs, lay_out_parts
 from narrowcast.checkpoint.reading import Checkpoint, read
 from narrowcast.checkpoint.saving import check_ending, size_in_bytes
 from narrowcast.checkpoint.selection import Choice, module_name, refuse_transposed
@@ -42,6 +44,7 @@ class Conversion:
     choices: dict[str, Choice]
     parts: list[Part]
     max_shard_size: int | None
+    rounding: str = "nearest"
 
     @property
     def folder(self) -> Path:
@@ -62,6 +65,7 @@ class Conversion:
             "rules": self.rules.config(),
             "allow_nonfinite": self.allow_nonfinite,
             "max_shard_size": self.max_shard_size,
+            **({} if self.rounding == "nearest" else {"rounding": self.rounding}),
         }
 
     def prepare(self, overwrite: bool) -> None:
@@ -218,8 +222,13 @@ def open_conversion(
     *,
     max_shard_size: int | str | None = None,
     allow_nonfinite: bool = False,
+    rounding: str = "nearest",
+    rows: Mapping[str, Tensor] | None = None,
 ) -> Conversion:
-    """Read the headers of the source, and decide everything about its conversion. Nothing is written."""
+    """Read the headers of the source, and decide everything about its conversion. Nothing is written.
+
+    With a `rounding` other than "nearest" scales are searched. `rows` has weights that were rounded elsewhere.
+    """
     compiled = compile_rules(rules, codec)
     limit = None if max_shard_size is None else size_in_bytes(max_shard_size)
     checkpoint = read(source)
@@ -231,5 +240,6 @@ def open_conversion(
         )
     choices = choose_codecs(checkpoint, compiled)
     refuse_transposed(config.get("model_type"), choices)
-    parts = lay_out_parts(checkpoint, Path(target), choices, limit, allow_nonfinite)
-    return Conversion(checkpoint, Path(target), compiled, allow_nonfinite, choices, parts, limit)
+    rounded = Rounded(rounding != "nearest", rows or {})
+    parts = lay_out_parts(checkpoint, Path(target), choices, limit, allow_nonfinite, rounded)
+    return Conversion(checkpoint, Path(target), compiled, allow_nonfinite, choices, parts, limit, rounding)

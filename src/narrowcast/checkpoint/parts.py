@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -55,12 +56,25 @@ def choose_codecs(source: Checkpoint, rules: Rules) -> dict[str, Choice]:
     return choices
 
 
+class Rounded(NamedTuple):
+    """How weights are rounded: by search or to nearest; and rows that were rounded elsewhere, by the weight's name."""
+
+    searched: bool = False
+    rows: Mapping[str, Tensor] = MappingProxyType({})
+
+
 def lay_out_parts(
-    source: Checkpoint, target: Path, choices: Mapping[str, Choice], limit: int | None, allow_nonfinite: bool
+    source: Checkpoint,
+    target: Path,
+    choices: Mapping[str, Choice],
+    limit: int | None,
+    allow_nonfinite: bool,
+    rounded: Rounded = Rounded(),  # noqa: B008  # a NamedTuple does not change
 ) -> list[Part]:
     """The files of the target: those of the source under their names, or new ones of up to `limit` bytes."""
     entries = {
-        name: _entry(source, name, stored, choices[name], allow_nonfinite) for name, stored in source.stored.items()
+        name: _entry(source, name, stored, choices[name], allow_nonfinite, rounded)
+        for name, stored in source.stored.items()
     }
     if target.suffix == ".safetensors":
         groups, names = [list(entries.values())], [target.name]
@@ -75,15 +89,21 @@ def lay_out_parts(
     return [Part(*part) for part in zip(names, groups, split_tied(groups, source.tied), strict=True)]
 
 
-def _entry(source: Checkpoint, name: str, stored: Stored, choice: Choice, allow_nonfinite: bool) -> Entry:
+def _entry(
+    source: Checkpoint, name: str, stored: Stored, choice: Choice, allow_nonfinite: bool, rounded: Rounded
+) -> Entry:
     if choice.codec is None:
         return Entry(name, stored, None, partial(source.tiles, name))
     shape, lead = torch.Size(stored.shape), choice.lead
     numel = shape[lead:].numel()
     rows = Stored(torch.uint8, (*shape[:lead], choice.codec.row_bytes(numel)))
     encoding = Encoding(choice.codec, shape, stored.dtype)
+    ready = rounded.rows.get(name)
+    if ready is not None and tuple(ready.shape) == tuple(rows.shape):
+        return Entry(name, rows, encoding, lambda: iter([ready.reshape(-1)]))
     read = partial(_read_finite, source, name, allow_nonfinite)
-    return Entry(name, rows, encoding, partial(encode_tiles, choice.codec, shape[:lead].numel(), numel, read))
+    encode = partial(encode_tiles, choice.codec, shape[:lead].numel(), numel, read, searched=rounded.searched)
+    return Entry(name, rows, encoding, encode)
 
 
 def _read_finite(source: Checkpoint, name: str, allow_nonfinite: bool, start: int, stop: int) -> Tensor:

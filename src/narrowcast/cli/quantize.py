@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 RULES = r"TOML with a table \[rules] of regex = codec or false, or the same as JSON."
 """What rich would take for markup has a backslash before it."""
+DATA = "Text for --rounding gptq: a file with one sample on each line. Needs transformers."
 
 
 def quantize(
@@ -30,6 +31,8 @@ def quantize(
     target: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or a file that ends in .safetensors.")],
     codec: Annotated[str, typer.Option(help="The codec of weights that no rule matches.")] = "int8",
     rules: Annotated[Path | None, typer.Option(help=RULES)] = None,
+    rounding: Annotated[str, typer.Option(help="nearest, search (no data) or gptq (with --data).")] = "nearest",
+    data: Annotated[Path | None, typer.Option(help=DATA)] = None,
     max_shard_size: Annotated[str | None, typer.Option(help="Such as 5GB. By default, the files of SRC.")] = None,
     allow_nonfinite: Annotated[bool, typer.Option(help="Also encode weights that hold an infinity or a NaN.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace the weights in DST.")] = False,
@@ -39,15 +42,27 @@ def quantize(
 
     Run again after an interruption, it resumes. Under torchrun, the processes share the files.
 
+    With --rounding gptq the model is loaded with transformers, and rounded on the text of --data.
+
     Example: narrowcast quantize llama/ llama-int4/ --codec int4:block=64 --rules rules.toml
     """
     if not source.exists():
         refuse(f"SRC={str(source)!r}: no such file or folder. Check the path.")
 
+    _check_rounding(rounding, data)
+
     from narrowcast.checkpoint.conversion import open_conversion
 
     options: dict[str, Any] = {"max_shard_size": max_shard_size, "allow_nonfinite": allow_nonfinite}
-    conversion = open_conversion(source, target, codec, _read_rules(rules), **options)
+    named = _read_rules(rules)
+    open_conversion(source, target, codec, named, **options)  # refuses what is wrong before the model is loaded
+    if data is not None:
+        try:
+            from narrowcast.integrations.text_calibration import round_on_data
+        except ImportError:
+            refuse("--rounding gptq: loading the model needs transformers. Run: pip install 'narrowcast[hf]'")
+        options["rows"] = round_on_data(source, codec, named, data)
+    conversion = open_conversion(source, target, codec, named, rounding=rounding, **options)
     resumed = _run(conversion, overwrite)
     if rank() == 0:
         summary = {**conversion.summary(), "files_kept": resumed}
@@ -55,6 +70,18 @@ def quantize(
             print(json.dumps(summary))
         else:
             _show(summary, Console())
+
+
+def _check_rounding(rounding: str, data: Path | None) -> None:
+    if rounding not in ("nearest", "search", "gptq"):
+        refuse(f"--rounding {rounding!r}: expected nearest, search or gptq.")
+    if (rounding == "gptq") != (data is not None):
+        refuse(
+            "--rounding gptq and --data go together: gptq rounds on text that goes through the model. Write, for "
+            "example, --rounding gptq --data sentences.txt; without data there is --rounding search."
+        )
+    if data is not None and world() > 1:
+        refuse("--rounding gptq: runs the model in one process. Start it without torchrun.")
 
 
 def _read_rules(path: Path | None) -> dict[str, Any] | None:

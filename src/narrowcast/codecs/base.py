@@ -89,8 +89,7 @@ class Codec:
     def encode(self, rows: Tensor, seed: int | None = None, *, out: Tensor | None = None) -> Tensor:
         """Encode `rows` [..., numel] to uint8 [..., row_bytes(numel)].
 
-        `seed` drives stochastic rounding and is ignored by codecs that round to nearest. Without one, a fresh
-        seed comes from torch's default generator.
+        `seed` drives stochastic rounding; without one, a fresh seed comes from torch's default generator.
         """
         checks.float_rows(rows, "rows")
         flat = checks.as_matrix(rows, "rows")
@@ -105,6 +104,12 @@ class Codec:
         """`encode` of a plain float matrix that has been checked."""
         seed = checks.seed(seed) if self.format.stochastic else 0
         return operators.encode(rows, self.recipe(rows.device), seed)
+
+    def encode_searched(self, rows: Tensor, importance: Tensor | None = None) -> Tensor:
+        """`encode` with the stored scales that lose least (reference/search.py); `importance` weighs elements."""
+        checks.float_rows(rows, "rows")
+        flat = checks.as_matrix(rows, "rows")
+        return _shaped(operators.encode_searched(flat, importance, self.recipe(rows.device)), rows)
 
     def decode(
         self, rows: Tensor, numel: int, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None
@@ -168,18 +173,15 @@ class Codec:
     def linear(self, x: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias, where `rows` [out, row_bytes(numel)] is W encoded and x is [..., numel].
 
-        The result is [..., out] in x's dtype, summed in fp32; differentiable in x and bias. `rows` is trusted to hold
-        rows of x's last dimension.
+        The result is [..., out] in x's dtype, summed in fp32; differentiable in x and bias. `rows` is trusted.
         """
         return multiply.linear(x, rows, self.recipe(x.device), bias)
 
     # -- the bound ----------------------------------------------------------------------------------------------
 
     def max_error(self, x: Tensor) -> Tensor:
-        """A bound on `|x - decode(encode(x))|`, elementwise, with the result in x's own dtype.
-
-        fp32 (fp64 for fp64 input); infinity in blocks that are not finite. docs/bounds.md derives it.
-        """
+        """A bound on `|x - decode(encode(x))|`, elementwise: fp32 or fp64; infinity in blocks that are not finite."""
+        # docs/bounds.md derives it.
         checks.float_rows(x, "x")
         rows = self.as_rows(x.detach())
         numel = rows.shape[1]
@@ -225,10 +227,7 @@ class Codec:
         return fields.split(self, rows, numel)
 
     def join(self, codes: Tensor, scales: Tensor | None = None, zero_points: Tensor | None = None) -> Tensor:
-        """Rows that hold these fields, byte for byte what `split` took apart.
-
-        Values that a row cannot store are refused: codes out of range, scales that the scale's format rounds.
-        """
+        """Rows that hold these fields, byte for byte what `split` took apart; values that they cannot are refused."""
         return fields.join(self, codes, scales, zero_points)
 
     # -- for the library itself -----------------------------------------------------------------------------------

@@ -79,12 +79,13 @@ def measure(
     read: Callable[[int, int], Tensor],
     codecs: Sequence[Codec],
     *,
+    searched: bool = False,
     advance: Callable[[int], object] = lambda elements: None,
 ) -> Statistics:
     """The statistics of a weight of `rows` x `columns`.
 
     `read(start, stop)` returns the rows from `start` to `stop` as floats [stop - start, columns]. `advance` is called
-    with the number of elements of each tile.
+    with the number of elements of each tile. `searched`: the noise with searched scales, not with those of `encode`.
     """
     statistics = Statistics(name, rows, columns)
     for codec in codecs:
@@ -92,7 +93,7 @@ def measure(
         statistics.nbytes[codec.spec] = rows * codec.row_bytes(columns)
     for start, stop in tiles(rows, columns):
         tile = read(start, stop)
-        _add(statistics, tile, codecs)
+        _add(statistics, tile, codecs, searched)
         advance(tile.numel())
     return statistics
 
@@ -104,12 +105,13 @@ def tiles(rows: int, columns: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + height, rows)
 
 
-def _add(statistics: Statistics, tile: Tensor, codecs: Sequence[Codec]) -> None:
+def _add(statistics: Statistics, tile: Tensor, codecs: Sequence[Codec], searched: bool) -> None:
     values = tile.detach().float()
     low, high = torch.aminmax(values)
     statistics.lowest, statistics.highest = min(statistics.lowest, float(low)), max(statistics.highest, float(high))
     statistics.total += float(values.sum(dtype=torch.float64))
     statistics.energy += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
     for codec in codecs:
-        decoded = codec.decode(codec.encode(values, 0), values.shape[1])
+        rows = codec.encode_searched(values) if searched else codec.encode(values, 0)
+        decoded = codec.decode(rows, values.shape[1])
         statistics.noise[codec.spec] += float(torch.linalg.vector_norm(decoded.sub_(values), dtype=torch.float64)) ** 2

@@ -1,7 +1,8 @@
 """Tensors that are larger than memory: encoded and decoded a tile at a time.
 
-The bytes are those of `Codec.encode` for the whole tensor. Memory holds one tile of about `sensitivity.TILE` elements,
-and the scales of one row. Rows are independent, so a tile is several rows. A row that is longer than a tile is cut
+The bytes are those of `Codec.encode`, or `encode_searched`, for the whole tensor. Memory holds one tile of about
+`sensitivity.TILE` elements, and the scales of one row. Rows are independent, so a tile is several rows. A row that is
+longer than a tile is cut
 between blocks: its codes come first and are passed on at once, its scales follow behind the last of them. Two kinds of
 codecs read more at once: with `block=row`, a whole row, which one scale belongs to; with stochastic rounding, the
 whole tensor, since random numbers depend on the place in it.
@@ -23,17 +24,20 @@ Read = Callable[[int, int], Tensor]
 """Of (start, stop): these elements or bytes, as a tensor of one dimension."""
 
 
-def encode_tiles(codec: Codec, rows: int, numel: int, read: Read, seed: int = 0) -> Iterator[Tensor]:
-    """The bytes of `rows` rows of `numel` elements each, in order."""
-    if codec.stochastic:
+def encode_tiles(
+    codec: Codec, rows: int, numel: int, read: Read, seed: int = 0, *, searched: bool = False
+) -> Iterator[Tensor]:
+    """The bytes of `rows` rows of `numel` elements each, in order: of `encode`, or of `encode_searched`."""
+    encode = codec.encode_searched if searched else codec.encode
+    if codec.stochastic and not searched:
         if rows * numel:
             yield codec.encode(read(0, rows * numel).view(rows, numel), seed).view(-1)
     elif _cut_rows(codec, numel):
         for row in range(rows):
-            yield from _encode_row(codec, numel, _from(read, row * numel))
+            yield from _encode_row(codec, numel, _from(read, row * numel), encode)
     else:
         for start, stop in sensitivity.tiles(rows, numel):
-            yield codec.encode(read(start * numel, stop * numel).view(stop - start, numel)).view(-1)
+            yield encode(read(start * numel, stop * numel).view(stop - start, numel)).view(-1)
 
 
 def decode_tiles(codec: Codec, rows: int, numel: int, read: Read, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -62,10 +66,10 @@ def _cuts(codec: Codec, numel: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, numel)
 
 
-def _encode_row(codec: Codec, numel: int, read: Read) -> Iterator[Tensor]:
+def _encode_row(codec: Codec, numel: int, read: Read, encode: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
     end, *behind = fields.new_end(codec, numel)
     for start, stop in _cuts(codec, numel):
-        codes, *parts = fields.regions(codec, codec.encode(read(start, stop)), stop - start)
+        codes, *parts = fields.regions(codec, encode(read(start, stop)), stop - start)
         yield codes
         for place, (rest, part) in enumerate(zip(behind, parts, strict=True)):
             rest[: len(part)] = part

@@ -44,6 +44,14 @@ def encode(rows: Tensor, recipe: Recipe, seed: int) -> Result:
     return (size[0], layout(recipe.format, size[1]).row_bytes), _UINT8
 
 
+def encode_searched(rows: Tensor, importance: Tensor | None, recipe: Recipe) -> Result:
+    """`rows` [rows, numel] and fp32 `importance` [numel] to [rows, row_bytes]."""
+    result = encode(rows, recipe, 0)
+    if importance is not None:
+        _dense_vector("importance", importance, rows.shape[1], rows.device)
+    return result
+
+
 def decode(data: Tensor, numel: Count, dtype: torch.dtype, recipe: Recipe) -> Result:
     """`data` [rows, row_bytes] to [rows, numel]."""
     size, row_bytes = data.shape, layout(recipe.format, numel).row_bytes
@@ -111,7 +119,7 @@ def fake_quantize(x: Tensor, scale: Tensor, grid: Grid) -> Result:
 
 
 def fake_quantize_backward(grad: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> Result:
-    """`grad` and x [outer, channels, inner] and `scale` [channels] to the shape of x; see `out` for the second one."""
+    """`grad` and x [outer, channels, inner] and `scale` [channels] to the shape of x."""
     result = fake_quantize(x, scale, grid)
     if grad.shape != x.shape or grad.dtype is not x.dtype or grad.device != x.device or not grad.is_contiguous():
         _dense("grad", grad, frozenset((x.dtype,)), tuple(x.shape), x.device)
@@ -192,12 +200,8 @@ def _table(recipe: Recipe, device: torch.device) -> None:
             f"table: a recipe of {Element(recipe.format.element).name} codes {'lacks' if wanted else 'has'} one."
         )
     levels = 1 << recipe.format.bits
-    if (
-        table.numel() != 2 * levels
-        or table.dtype is not _FLOAT32
-        or table.device != device
-        or not table.is_contiguous()
-    ):
+    fits = table.numel() == 2 * levels and table.dtype is _FLOAT32 and table.device == device
+    if not fits or not table.is_contiguous():
         _dense("table", table, FLOAT32, (2, levels), device)
 
 
@@ -246,12 +250,8 @@ def _grid(grid: Grid, device: torch.device) -> None:
 
 
 def _dense_vector(name: str, vector: Tensor, numel: int, device: torch.device) -> None:
-    if (
-        vector.shape != (numel,)
-        or vector.dtype is not _FLOAT32
-        or vector.device != device
-        or not vector.is_contiguous()
-    ):
+    fits = vector.shape == (numel,) and vector.dtype is _FLOAT32 and vector.device == device
+    if not fits or not vector.is_contiguous():
         _dense(name, vector, FLOAT32, (numel,), device)
 
 

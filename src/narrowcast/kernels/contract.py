@@ -55,6 +55,7 @@ class Kernel:
     name: str
 
     encode = checked(operations.ENCODE)
+    encode_searched = checked(operations.ENCODE_SEARCHED)
     decode = checked_by_out(operations.DECODE)
     decode_sum = checked_by_out(operations.DECODE_SUM)
     decode_sum_encode = checked(operations.DECODE_SUM_ENCODE)

@@ -47,6 +47,7 @@ class Operation(Generic[P]):
 
 
 ENCODE = Operation("encode", reference.encode, arguments.encode)
+ENCODE_SEARCHED = Operation("encode_searched", reference.encode_searched, arguments.encode_searched)
 DECODE = Operation("decode", reference.decode, arguments.decode, sized_by_out=True)
 DECODE_SUM = Operation("decode_sum", reference.decode_sum, arguments.decode_sum, sized_by_out=True)
 DECODE_SUM_ENCODE = Operation("decode_sum_encode", reference.decode_sum_encode, arguments.decode_sum_encode)
@@ -55,5 +56,8 @@ INTEGER_LINEAR = Operation("integer_linear", reference.integer_linear, arguments
 INTEGER_CONV = Operation("integer_conv", reference.integer_conv, arguments.integer_conv)
 FAKE_QUANTIZE = Operation("fake_quantize", reference.fake_quantize, arguments.fake_quantize)
 
-OPERATIONS = (ENCODE, DECODE, DECODE_SUM, DECODE_SUM_ENCODE, LINEAR, INTEGER_LINEAR, INTEGER_CONV, FAKE_QUANTIZE)
+OPERATIONS = (
+    *(ENCODE, ENCODE_SEARCHED, DECODE, DECODE_SUM, DECODE_SUM_ENCODE),
+    *(LINEAR, INTEGER_LINEAR, INTEGER_CONV, FAKE_QUANTIZE),
+)
 """All but two: `fake_quantize_backward` has two results, `adamw` changes three tensors. contract.py spells them out."""

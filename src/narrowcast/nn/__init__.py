@@ -20,9 +20,11 @@ from narrowcast.nn.qat.observers import LeastSquares, MinMax, MovingAverage, Obs
 from narrowcast.nn.qat.prepare import parameter_groups, prepare_qat_
 from narrowcast.nn.quantize import dequantize_, quantize_
 from narrowcast.nn.report import Entry, Report
+from narrowcast.nn.rounding.gptq import GPTQ
 from narrowcast.nn.survey import Skip
 
 __all__ = [
+    "GPTQ",
     "Calibration",
     "Conv1d",
     "Conv2d",

@@ -5,12 +5,15 @@ that is wrong with rules or weights is raised before the first module changes. T
 and each float weight is freed before the next is encoded: the peak of memory is the float model and one layer's rows. A
 weight that several modules share is encoded once and stays shared.
 
+With `data`, batches run through the model while it is rounded (nn/rounding/sequence.py). The float weights stay until
+all is done, and the model is as it was if anything fails on the way, an interruption included.
+
 Only weights change. Biases, norms, buffers, hooks, the mode and the device stay as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +38,14 @@ from narrowcast.nn.modules.fast_path import set_fast_path
 from narrowcast.nn.noise import sqnr_of_rows
 from narrowcast.nn.report import Entry, Report
 from narrowcast.nn.rounding import Rounding
-from narrowcast.nn.rounding.nearest import round_to_nearest
+from narrowcast.nn.rounding.batches import evaluating, read_batches
+from narrowcast.nn.rounding.choice import Chosen, as_rounding
+from narrowcast.nn.rounding.losses import nearest_error, relative_error
+from narrowcast.nn.rounding.moments import InputMoments
+from narrowcast.nn.rounding.progress import shown
+from narrowcast.nn.rounding.recording import attention_calls_projections, why_no_moments
+from narrowcast.nn.rounding.sequence import round_in_order
+from narrowcast.nn.rounding.undo import Snapshot
 from narrowcast.nn.state import check_before_loading
 from narrowcast.nn.survey import Skip, Weight, survey
 
@@ -45,15 +55,22 @@ def quantize_(
     codec: CodecLike | None = "int8",
     *,
     rules: Mapping[str, CodecLike | bool | None] | None = None,
+    rounding: str | Rounding = "nearest",
+    data: Iterable[Any] | None = None,
     allow_nonfinite: bool = False,
+    progress: bool | None = None,
 ) -> Report:
     """Encode the weights of a model, in place; says what it encoded, and what it skipped and why.
 
     `rules` maps regular expressions, searched for in the names of modules, to codecs, or to None for weights that are
-    to stay as they are: the first that matches decides, and `codec` where none does. A weight that holds an infinity or
-    a NaN is refused unless `allow_nonfinite`: its block, or its element with a plain cast, decodes to NaN.
+    to stay as they are: the first that matches decides, and `codec` where none does. `rounding` is "nearest", "search"
+    (scales that lose least, no data) or "gptq" (needs `data`, an iterable of the model's inputs), or a `Rounding`; the
+    rows have the same bytes whichever it is. A weight that holds an infinity or a NaN is refused unless
+    `allow_nonfinite`: its block, or its element with a plain cast, decodes to NaN. A progress bar is drawn on a
+    terminal, unless `progress=False`.
     """
     as_module(model)
+    chosen_rounding = as_rounding(rounding)
     compiled = compile_rules(rules, codec)
     weights, skips = survey(model)
     skips = list(skips)
@@ -67,7 +84,15 @@ def quantize_(
             skips += chosen
     if not allow_nonfinite:
         _refuse_nonfinite(weight for weight, _ in choices)
-    entries = [_encode(weight, codec, round_to_nearest) for weight, codec in choices]
+    batches = None if data is None and not chosen_rounding.needs_data else read_batches(data)
+    with shown("rounding", len(choices), progress) as advance:
+        if batches is None:
+            entries = []
+            for weight, codec in choices:
+                entries.append(_encode(weight, codec, chosen_rounding, None))
+                advance()
+        else:
+            entries = _encode_on_data(model, choices, chosen_rounding, batches, advance)
     finish(model)
     return Report(entries, skips, compiled.unused)
 
@@ -151,12 +176,43 @@ def _refuse_nonfinite(weights: Iterable[Weight]) -> None:
 # -- change --------------------------------------------------------------------------------------------------------
 
 
-def _encode(weight: Weight, codec: Codec, rounding: Rounding) -> Entry:
+def _encode_on_data(
+    model: nn.Module,
+    choices: list[tuple[Weight, Codec]],
+    rounding: Chosen,
+    batches: list[Any],
+    advance: Callable[[], None],
+) -> list[Entry]:
+    """Encode all weights on the inputs that batches give them; the model is as it was if that fails."""
+    weights = [weight for weight, _ in choices]
+    codecs = {weight.slots[0].key: codec for weight, codec in choices}
+    entries: dict[str, Entry] = {}
+
+    def encode(weight: Weight, moments: InputMoments | None) -> None:
+        key = weight.slots[0].key
+        entries[key] = _encode(weight, codecs[key], rounding, moments, on_data=True)
+        advance()
+
+    snapshot = Snapshot(model)
+    try:
+        with evaluating(model), attention_calls_projections(weights):
+            set_fast_path(model)
+            round_in_order(model, weights, batches, encode)
+    except BaseException:
+        snapshot.restore()
+        raise
+    return [entries[weight.slots[0].key] for weight in weights]
+
+
+def _encode(
+    weight: Weight, codec: Codec, rounding: Chosen, moments: InputMoments | None, *, on_data: bool = False
+) -> Entry:
     """Encode one weight, and put its rows into every module that holds it."""
     slot = weight.slots[0]
     floats = slot.float_weight().detach()
     floats = floats.t().contiguous() if slot.transposed else floats
-    rows = rounding(floats, codec, slot.lead)
+    rows, name, note = rounding.rows(floats, codec, slot.lead, moments, why_no_moments(weight))
+    compared = on_data or name != "nearest"
     entry = Entry(
         name=slot.key,
         kind=float_class_of(slot.module).__name__,  # an attention may be encoded already, but for this weight
@@ -166,6 +222,10 @@ def _encode(weight: Weight, codec: Codec, rounding: Rounding) -> Entry:
         bytes_after=rows.nbytes,
         sqnr=sqnr_of_rows(floats, rows),
         tied=tuple(weight.names()[1:]),
+        rounding=name,
+        nearest_error=nearest_error(floats, rows, moments) if compared else None,
+        error=relative_error(floats, rows, moments) if compared else None,
+        note=note,
     )
     place(weight, rows)
     return entry

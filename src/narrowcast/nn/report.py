@@ -28,6 +28,15 @@ class Entry(NamedTuple):
     """Signal to quantization noise in dB: infinity where nothing was lost, None on the meta device."""
     tied: tuple[str, ...] = ()
     """Other keys that hold the same rows."""
+    rounding: str = "nearest"
+    """How it was rounded."""
+    nearest_error: float | None = None
+    """What nearest rounding would lose: the squared error of the layer's output over the squared output, on the data;
+    without data, of the weight. None where nothing was compared."""
+    error: float | None = None
+    """The same for the rows that were made."""
+    note: str = ""
+    """Why another rounding was taken than the one asked for."""
 
 
 @dataclass
@@ -69,6 +78,10 @@ class Report:
             shape = "x".join(map(str, entry.shape))
             sizes = _bytes(entry.bytes_before), _bytes(entry.bytes_after)
             rows.append((name, entry.kind, shape, entry.codec, *sizes, _decibels(entry.sqnr)))
+        if any(entry.error is not None for entry in self.entries):
+            added = [("rounding", "nearest", "output error")]
+            added += [(entry.rounding, _share(entry.nearest_error), _share(entry.error)) for entry in self.entries]
+            return _aligned([(*row, *more) for row, more in zip(rows, added, strict=True)], right=(4, 5, 6, 8, 9))
         return _aligned(rows, right=(4, 5, 6))
 
     def _totals(self) -> list[str]:
@@ -78,7 +91,11 @@ class Report:
         grown = [entry.name for entry in self.entries if entry.bytes_after > entry.bytes_before]
         if grown:
             lines.append(f"larger than before (rows are padded to 16 bytes): {', '.join(grown)}")
-        return lines
+        reasons: dict[str, list[str]] = {}
+        for entry in self.entries:
+            if entry.note:
+                reasons.setdefault(f"{entry.rounding}: {entry.note}", []).append(entry.name)
+        return lines + [f"{reason}: {', '.join(names)}" for reason, names in reasons.items()]
 
     def _skipped(self) -> list[str]:
         if not self.skips:
@@ -115,6 +132,10 @@ def _bytes(number: int) -> str:
             return f"{number:.3g} {unit}" if unit != "B" else f"{number} B"
         number = number / 1000  # type: ignore[assignment]
     return f"{number:.3g} GB"
+
+
+def _share(error: float | None) -> str:
+    return "-" if error is None else f"{100 * error:.3g}%"
 
 
 def _decibels(sqnr: float | None) -> str:

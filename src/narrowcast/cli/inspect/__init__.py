@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +36,7 @@ def inspect(
     budget: Annotated[float | None, typer.Option(help="Bits per weight: find the best mix of the codecs.")] = None,
     rules_out: Annotated[Path | None, typer.Option(help="Write the mix of --budget to this file, as TOML.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --rules-out.")] = False,
+    rounding: Annotated[str, typer.Option(help="nearest, or search: scales that lose least.")] = "nearest",
     skip: Annotated[list[str] | None, typer.Option(help="Leave out modules whose names match (regex).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -46,6 +47,8 @@ def inspect(
 
     Example: narrowcast inspect model/ --budget 4.5 --rules-out rules.toml
     """
+    if rounding not in ("nearest", "search"):
+        refuse(f"--rounding {rounding!r}: expected nearest or search; a checkpoint alone has no data for gptq.")
     if plot is not None:
         check_picture("--plot", plot)
         from narrowcast.cli.inspect.plot import draw  # before the work: matplotlib may be missing
@@ -65,7 +68,7 @@ def inspect(
     tried = list(dict.fromkeys(as_codec(spec) for spec in split_specs(codecs)))
     skipped = [_parse_pattern(pattern) for pattern in skip or []]
     weights, others = weights_in(path)
-    lines = _measure(weights, tried, skipped)
+    lines = _measure(weights, tried, skipped, rounding == "search")
     mix = None
     if budget is not None:
         free = [line.statistics for line in lines if line.why_not is None]
@@ -88,7 +91,9 @@ def _parse_pattern(pattern: str) -> re.Pattern[str]:
         raise SpecError(f"--skip {pattern!r}: not a regular expression: {error}.") from error
 
 
-def _measure(weights: Sequence[Weight], codecs: Sequence[Codec], skipped: Sequence[re.Pattern[str]]) -> list[Line]:
+def _measure(
+    weights: Sequence[Weight], codecs: Sequence[Codec], skipped: Sequence[re.Pattern[str]], searched: bool
+) -> list[Line]:
     from narrowcast.cli.inspect.report import Line, why_not
     from narrowcast.codecs.sensitivity import measure
 
@@ -100,6 +105,7 @@ def _measure(weights: Sequence[Weight], codecs: Sequence[Codec], skipped: Sequen
             # A weight that is encoded already is not encoded again.
             tried = codecs if weight.codec is None else []
             advance = lambda count: progress.advance(task, count)  # noqa: E731
-            statistics = measure(weight.name, weight.rows, weight.columns, weight.read, tried, advance=advance)
+            options: dict[str, Any] = {"searched": searched, "advance": advance}
+            statistics = measure(weight.name, weight.rows, weight.columns, weight.read, tried, **options)
             lines.append(Line(weight, statistics, why_not(weight, statistics, skipped)))
     return lines

@@ -21,11 +21,12 @@ from narrowcast.kernels import reference
 from narrowcast.kernels.contract import Kernel
 from narrowcast.kernels.cpu.reinstall import reinstall_command
 from narrowcast.kernels.cpu.spec import spec_of
-from narrowcast.kernels.layout import Grid, Recipe
+from narrowcast.kernels.layout import Grid, Recipe, Scale
 from narrowcast.kernels.moments import Step, second_recipe
+from narrowcast.kernels.reference import search
 from narrowcast.kernels.windows import LONGEST, Window
 
-ABI = 7
+ABI = 8
 ISAS = ("plain", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 LIBRARY = "_narrowcast_core"
@@ -63,6 +64,8 @@ class Native(Kernel):
         self._nc_fresh = library.nc_fresh
         self._nc_fresh.argtypes, self._nc_fresh.restype = (address, i64), None
         self._nc_encode = _function(library, "nc_encode", address, address, i32, i64, i64, address, i64, i64, i32, i32)
+        searched = (address, address, i32, i64, i64, address, address, i64, i64, address, i64, i32, i32)
+        self._nc_encode_searched = _function(library, "nc_encode_searched", *searched)
         self._nc_decode = _function(library, "nc_decode", address, address, i64, i64, address, i32, i64, i32, i32)
         self._nc_decode_sum = _function(library, "nc_decode_sum", *summands, address, i32, i32, i32)
         self._nc_decode_sum_encode = _function(library, "nc_decode_sum_encode", *summands, address, i64, i32, i32)
@@ -90,6 +93,21 @@ class Native(Kernel):
             source = rows.data_ptr(), DTYPES[rows.dtype], stride, count
             target = out.data_ptr(), out.stride()[0]
             _check(self._nc_encode(what, *source, *target, seed, _threads(elements), self._isa))
+
+    def _encode_searched(self, out: Tensor, rows: Tensor, importance: Tensor | None, recipe: Recipe) -> None:
+        count, numel = rows.shape
+        if recipe.format.scale == Scale.NONE or not count * numel:
+            self._encode(out, rows, recipe, 0)
+            return
+        rows, stride = _contiguous(rows)
+        source = rows.data_ptr(), DTYPES[rows.dtype], stride, count
+        tried = search.candidates(recipe.format.scale)
+        factors = (c_float * len(tried))(*tried)
+        weights = None if importance is None else importance.data_ptr()
+        how = weights, ctypes.addressof(factors), len(tried), search.REFINEMENTS
+        target = out.data_ptr(), out.stride()[0]
+        threads = _threads(len(tried) * count * numel)
+        _check(self._nc_encode_searched(spec_of(recipe, numel), *source, *how, *target, threads, self._isa))
 
     def _decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
         count, numel = out.shape

@@ -21,6 +21,8 @@ from narrowcast.kernels.operators.rows import (
     decode_sum_encode_,
     encode,
     encode_,
+    encode_searched,
+    encode_searched_,
 )
 
 __all__ = [
@@ -34,6 +36,8 @@ __all__ = [
     "decode_sum_encode_",
     "encode",
     "encode_",
+    "encode_searched",
+    "encode_searched_",
     "kernel_for",
     "transformed",
     "unwatched",

@@ -20,7 +20,7 @@ from narrowcast.kernels.contract import Kernel, Reference
 from narrowcast.kernels.cpu import binding
 from narrowcast.kernels.layout import Recipe
 
-OF_CODECS = ("encode", "decode", "decode_sum", "decode_sum_encode", "linear")
+OF_CODECS = ("encode", "decode", "decode_sum", "decode_sum_encode", "encode_searched", "linear")
 """The operations on a codec's rows."""
 
 # Bound once: `unwatched` runs at every call of an operation, and takes a tenth of a small one.

@@ -1,8 +1,8 @@
 """The operations on rows, as torch operators and as the functions that codecs call.
 
-`torch.ops.narrowcast.encode`, `decode`, `decode_sum` and `decode_sum_encode` return new tensors; the ones with a
-trailing underscore write into `out`. The functions of the same names below take the arguments of the operation
-(operations.py). They call the kernel directly where nobody watches, and the operator elsewhere.
+`torch.ops.narrowcast.encode`, `encode_searched`, `decode`, `decode_sum` and `decode_sum_encode` return new tensors; the
+ones with a trailing underscore write into `out`. The functions of the same names below take the arguments of the
+operation (operations.py). They call the kernel directly where nobody watches, and the operator elsewhere.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ def writing_sized(
 
 encode = returning(operations.ENCODE)
 encode_ = writing(operations.ENCODE)
+encode_searched = returning(operations.ENCODE_SEARCHED)
+encode_searched_ = writing(operations.ENCODE_SEARCHED)
 decode = returning(operations.DECODE)
 decode_ = writing_sized(operations.DECODE)
 decode_sum = returning(operations.DECODE_SUM)

@@ -4,6 +4,7 @@ The compiled kernels take the same arguments and return the same bytes, bit for 
 sums); where one is in doubt, this folder is right. All arithmetic is fp32, one correctly rounded operation at a time;
 only the mean of `sign` is summed in fp64. Nothing here is clever, nothing here is fast.
 
+    search         encode_searched: rows with the scales that lose least
     rows           encode, decode, decode_sum, decode_sum_encode
     scales, codes  a block's scale and zero point; its codes, and how they are packed
     casts, draws   fp32 and the other floats; the random numbers of stochastic rounding
@@ -18,6 +19,7 @@ from narrowcast.kernels.reference.moments import adamw, encode_second
 from narrowcast.kernels.reference.products import convolve_levels, integer_conv, integer_linear, linear
 from narrowcast.kernels.reference.rows import decode, decode_sum, decode_sum_encode, encode
 from narrowcast.kernels.reference.scales import scale_bits, scale_value
+from narrowcast.kernels.reference.search import encode_searched
 
 __all__ = [
     "adamw",
@@ -26,6 +28,7 @@ __all__ = [
     "decode_sum",
     "decode_sum_encode",
     "encode",
+    "encode_searched",
     "encode_second",
     "fake_quantize",
     "fake_quantize_backward",

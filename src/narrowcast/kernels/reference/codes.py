@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from narrowcast.kernels.layout import Element, Recipe
-from narrowcast.kernels.reference.casts import cast_bits
+from narrowcast.kernels.layout import FLT_MAX, Element, Recipe
+from narrowcast.kernels.reference.casts import cast_bits, cast_value
 
 
 def quantize(blocks: Tensor, scale: Tensor, zeros: Tensor, recipe: Recipe, draws: Tensor | None) -> Tensor:
@@ -31,6 +31,22 @@ def quantize(blocks: Tensor, scale: Tensor, zeros: Tensor, recipe: Recipe, draws
         return (whole.clamp(-top, top).long() + zeros).clamp(0, top)
     top = 2 ** (format.bits - 1) - 1
     return whole.clamp(-top - 1 if format.signed_scale else -top, top).long()
+
+
+def dequantize(codes: Tensor, scale: Tensor, zeros: Tensor | None, recipe: Recipe) -> Tensor:
+    """What codes decode to in fp32: inverse of `quantize`. Integer codes come with their sign."""
+    format, table = recipe.format, recipe.table
+    if format.element == Element.SIGN:
+        return torch.where(codes == 1, -scale, scale)
+    if format.element == Element.INT:
+        return codes.float() * scale + 0.0  # a zero times a negative scale is a zero all the same
+    if format.affine:
+        assert zeros is not None
+        return ((codes - zeros).float() * scale).clamp(-FLT_MAX, FLT_MAX)
+    if format.element == Element.LEVELS:
+        assert table is not None
+        return table[0][codes] * scale
+    return cast_value(codes, format.element) * scale
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from narrowcast.kernels.layout import FLT_MAX, Count, Element, Recipe, Scale, layout
+from narrowcast.kernels.layout import Count, Element, Format, Layout, Recipe, Scale, layout
 from narrowcast.kernels.reference.casts import NAN, cast_bits, cast_output, cast_value, to_float32
-from narrowcast.kernels.reference.codes import pack, quantize, unpack
+from narrowcast.kernels.reference.codes import dequantize, pack, quantize, unpack
 from narrowcast.kernels.reference.draws import uniform
 from narrowcast.kernels.reference.scales import (
     choose_scale,
@@ -39,9 +39,7 @@ def encode(rows: Tensor, recipe: Recipe, seed: int) -> Tensor:
         out[:, : where.codes_bytes] = pack(cast_bits(x, format.element), format.bits)
         return out
 
-    blocks = pad(x, (0, where.groups * where.group_size - numel)).view(count, where.groups, -1)
-    finite = (magnitude_bits(blocks).amax(-1) < 0x7F800000).unsqueeze(-1)
-    blocks = torch.where(finite, blocks, 0.0)
+    blocks, finite = as_blocks(x, where)
     sizes = group_sizes(numel, where.group_size, where.groups, x.device)
     scale = choose_scale(blocks, sizes, recipe).unsqueeze(-1)
     zeros = zero_points(blocks, scale, format)
@@ -49,15 +47,33 @@ def encode(rows: Tensor, recipe: Recipe, seed: int) -> Tensor:
     if format.stochastic:
         draws = uniform(seed, count, where.groups, where.group_size, x.device)
     codes = quantize(blocks, scale, zeros, recipe, draws)
-    codes = torch.where(finite, codes, 0).view(count, -1)[:, :numel]
+    write_blocks(out, codes, scale, zeros, finite, format, numel)
+    return out
 
+
+def as_blocks(x: Tensor, where: Layout) -> tuple[Tensor, Tensor]:
+    """fp32 rows [rows, numel] as blocks [rows, blocks, size], zeros behind the last element; and which are finite.
+
+    Blocks that hold an infinity or a NaN come out as zeros.
+    """
+    count, numel = x.shape
+    blocks = pad(x, (0, where.groups * where.group_size - numel)).view(count, where.groups, -1)
+    finite = (magnitude_bits(blocks).amax(-1) < 0x7F800000).unsqueeze(-1)
+    return torch.where(finite, blocks, 0.0), finite
+
+
+def write_blocks(
+    out: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor, finite: Tensor, format: Format, numel: int
+) -> None:
+    """Write codes [rows, blocks, size], scales and zero points [rows, blocks, 1] into rows of bytes."""
+    where = layout(format, numel)
+    codes = torch.where(finite, codes, 0).view(len(out), -1)[:, :numel]
     out[:, : where.codes_bytes] = pack(codes, format.bits)
     stored = scale_bits(torch.where(finite, scale, NAN).squeeze(-1), format.scale)
     out[:, where.scales_offset : where.zeros_offset] = stored
     if format.affine:
         zeros = torch.where(finite, zeros, 0).squeeze(-1)
         out[:, where.zeros_offset : where.zeros_offset + where.groups] = zeros.to(torch.uint8)
-    return out
 
 
 def decode(data: Tensor, numel: Count, dtype: torch.dtype, recipe: Recipe) -> Tensor:
@@ -100,7 +116,7 @@ def decode_sum_encode(
 
 def decode_float32(data: Tensor, numel: int, recipe: Recipe) -> Tensor:
     """Decode each row of `data` to fp32."""
-    format, table = recipe.format, recipe.table
+    format = recipe.format
     where = layout(format, numel)
     if data.numel() == 0:
         return torch.zeros(data.shape[0], numel, dtype=torch.float32, device=data.device)
@@ -109,18 +125,12 @@ def decode_float32(data: Tensor, numel: int, recipe: Recipe) -> Tensor:
         return cast_value(codes, format.element)
     scale = scale_value(data[:, where.scales_offset : where.zeros_offset], format.scale)
     scale = scale.repeat_interleave(where.group_size, 1)[:, :numel]
-    if format.element == Element.SIGN:
-        value = torch.where(codes == 1, -scale, scale)
-    elif format.element == Element.INT:
-        half = 2 ** (format.bits - 1)
-        value = ((codes ^ half) - half).float() * scale + 0.0  # a zero times a negative scale is a zero all the same
-    elif format.affine:
+    zeros = None
+    if format.affine:
         zeros = data[:, where.zeros_offset : where.zeros_offset + where.groups].long()
-        value = (codes - zeros.repeat_interleave(where.group_size, 1)[:, :numel]).float() * scale
-        value = value.clamp(-FLT_MAX, FLT_MAX)
-    elif format.element == Element.LEVELS:
-        assert table is not None
-        value = table[0][codes] * scale
-    else:
-        value = cast_value(codes, format.element) * scale
+        zeros = zeros.repeat_interleave(where.group_size, 1)[:, :numel]
+    if format.element == Element.INT:
+        half = 2 ** (format.bits - 1)
+        codes = (codes ^ half) - half
+    value = dequantize(codes, scale, zeros, recipe)
     return torch.where(value.isnan(), NAN, value)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from narrowcast.kernels import reference
 from narrowcast.kernels.contract import Kernel
 from narrowcast.kernels.cuda import choose
 from narrowcast.kernels.layout import Grid, Recipe
@@ -25,6 +26,8 @@ class Triton(Kernel):
     name = "triton"
 
     def runs(self, operation: str, recipe: Recipe, device: torch.device) -> str:
+        if operation == "encode_searched":
+            return "reference"
         in_cuda = operation == "linear" and not INTERPRETED and choose.takes(recipe, device)
         return "cuda" if in_cuda else self.name
 
@@ -34,6 +37,9 @@ class Triton(Kernel):
         rows = rows if rows.shape[1] == 1 or rows.stride(1) == 1 else rows.contiguous()
         with _writable(out, 16) as target:
             encode(target, rows, recipe, seed)
+
+    def _encode_searched(self, out: Tensor, rows: Tensor, importance: Tensor | None, recipe: Recipe) -> None:
+        out.copy_(reference.encode_searched(rows, importance, recipe))  # plain torch, on the GPU
 
     def _decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
         if out.numel() == 0:

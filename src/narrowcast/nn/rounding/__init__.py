@@ -9,7 +9,14 @@ A rounding takes the floats of a weight, a codec and statistics of the layer's i
 - The result is an `EncodedRows` with the weight's own shape and dtype. Whatever the rounding, its rows are ordinary
   rows of the codec: nothing that reads them knows how they were rounded.
 
-`nearest` needs no statistics. `learned` rounds layers in training to the levels of their learned grid (see learned.py).
+    nearest, search   need no statistics
+    gptq              needs the moments of the layer's inputs
+    learned           rounds layers in training to the levels of their learned grid
+
+    choice            the rounding that a caller names, and the one that a weight gets
+    moments, losses   what is known of inputs; what a rounding loses on a layer's output
+    batches, recording, sequence   data, inputs of weights while the model runs, the order in which weights are rounded
+    undo, progress    a model as it was; a bar on a terminal
 """
 
 from __future__ import annotations

@@ -3,42 +3,114 @@
 The squared error of a layer's output, over the inputs it has seen, is the sum over outputs of d H d^T, where d is the
 error of one output's weights and H the sum of x x^T over the inputs (over windows, for a convolution). So H is all that
 a rounding needs of the data.
+
+The inputs that a layer gets in a rounded model are not those that it had: the layers before it were rounded. Where both
+are known, x and x', the sum of x x'^T says what the layer's output should have been (`cross`).
+
+A weight whose outputs read different inputs has several H: one for each group of a convolution, for queries, keys and
+values of an attention, for each expert of a mixture. Its outputs, in order, are cut into as many equal parts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Inputs(NamedTuple):
+    """The mean moments of the inputs of one group of outputs: [k, k] each."""
+
+    moments: Tensor
+    cross: Tensor | None = None
+    exact: Tensor | None = None
+
+    def errors(self, weight: Tensor, rounded: Tensor) -> Tensor:
+        """The mean squared errors of outputs, [outputs], if `rounded` stands for `weight` [outputs, k]."""
+        if self.cross is None or self.exact is None:
+            difference = weight - rounded
+            error: Tensor = ((difference @ self.moments) * difference).sum(-1)
+            return error.clamp(min=0.0)
+        # Sums that nearly cancel: in fp64.
+        exact, other = weight.double(), rounded.double()
+        error = ((other @ self.moments.double() - 2 * exact @ self.cross.double()) * other).sum(-1)
+        return (error + ((exact @ self.exact.double()) * exact).sum(-1)).clamp(min=0.0).float()
+
+    def energy(self, weight: Tensor) -> Tensor:
+        """The mean squared outputs of `weight`."""
+        exact = self.moments if self.exact is None else self.exact
+        return ((weight @ exact) * weight).sum(-1)
+
+
 class InputMoments:
-    """The sum of x x^T over the inputs of one Linear or convolution: fp64 [groups, k, k]."""
+    """The sums of x x^T over the inputs of one weight: fp64 [groups, k, k]."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, groups: int | None = None) -> None:
         self.layer = layer
-        self.groups = int(getattr(layer, "groups", 1))
+        self.groups = int(getattr(layer, "groups", 1)) if groups is None else groups
         self.total: Tensor | None = None
-        self.count = 0
+        self.cross: Tensor | None = None
+        """The sums of x x'^T, x being the inputs in the unrounded model; None where they are not known."""
+        self.exact: Tensor | None = None
+        """The sums of x x^T."""
+        self.counts = [0] * self.groups
 
-    def add(self, x: Tensor) -> None:
-        """Count the inputs of one batch."""
-        windows = self._windows(x.detach().float())
-        grouped = windows.view(len(windows), self.groups, -1).transpose(0, 1)
+    @property
+    def count(self) -> int:
+        """How many inputs were counted, in the group that has most."""
+        return max(self.counts)
+
+    def add(self, x: Tensor, exact: Tensor | None = None) -> None:
+        """Count the inputs of one batch of a Linear or a convolution; `exact` are those in the unrounded model."""
+        grouped = self._grouped(x)
         moments = (grouped.transpose(1, 2) @ grouped).double()
-        self.total = moments if self.total is None else self.total + moments
-        self.count += len(windows)
+        self.total = moments if self.total is None else self.total.add_(moments)
+        self.counts = [count + grouped.shape[1] for count in self.counts]
+        if exact is not None:
+            unrounded = self._grouped(exact).transpose(1, 2)
+            cross, own = (unrounded @ grouped).double(), (unrounded @ unrounded.transpose(1, 2)).double()
+            self.cross = cross if self.cross is None else self.cross.add_(cross)
+            self.exact = own if self.exact is None else self.exact.add_(own)
+
+    def add_to_group(self, group: int, x: Tensor) -> None:
+        """Count inputs [..., k] of the outputs of one group."""
+        vectors = x.detach().float().reshape(-1, x.shape[-1])
+        if self.total is None:
+            size = self.groups, x.shape[-1], x.shape[-1]
+            self.total = torch.zeros(size, dtype=torch.float64, device=x.device)
+        self.total[group] += (vectors.t() @ vectors).double()
+        self.counts[group] += len(vectors)
 
     def mean(self) -> Tensor:
-        """H over the number of inputs, in fp32."""
+        """H over the number of inputs, in fp32; zeros for a group without inputs."""
         assert self.total is not None
-        return (self.total / self.count).float()
+        return self._mean(self.total)
+
+    def inputs(self, device: torch.device) -> list[Inputs]:
+        """The mean moments of each group, on a device."""
+        mean = self.mean().to(device)
+        if self.cross is None or self.exact is None:
+            return [Inputs(group) for group in mean]
+        others = self._mean(self.cross).to(device), self._mean(self.exact).to(device)
+        return [Inputs(*group) for group in zip(mean, *others, strict=True)]
+
+    def _mean(self, total: Tensor) -> Tensor:
+        counts = torch.tensor(self.counts, dtype=torch.float64, device=total.device).clamp(min=1.0)
+        return (total / counts.view(-1, 1, 1)).float()
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        windows = self._windows(x.detach().float())
+        return windows.view(len(windows), self.groups, -1).transpose(0, 1)
+
+    def finite(self) -> bool:
+        return self.total is None or bool(self.total.isfinite().all())
 
     def _windows(self, x: Tensor) -> Tensor:
         """What each output position multiplies: [batch * positions, channels * kernel]."""
         layer: Any = self.layer
-        if isinstance(layer, nn.Linear):
+        if not hasattr(layer, "kernel_size"):
             return x.reshape(-1, x.shape[-1])
         spatial = len(layer.kernel_size)
         x = x if x.dim() == spatial + 2 else x.unsqueeze(0)

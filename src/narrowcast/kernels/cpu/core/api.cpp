@@ -85,7 +85,7 @@ int32_t encode_large(const Kernels& k, const Spec& spec, Floats row, uint8_t* ou
 #define NC_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-NC_EXPORT int32_t nc_abi() { return 7; }
+NC_EXPORT int32_t nc_abi() { return 8; }
 
 // The best of plain (0), avx2 (1) and avx512 (2) that this CPU runs.
 NC_EXPORT int32_t nc_best_isa() {

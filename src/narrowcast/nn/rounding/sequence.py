@@ -1,0 +1,287 @@
+"""Which weights are rounded together, on which inputs, in which order.
+
+A model is rounded from its inputs to its outputs, and every weight on the inputs that it will really get: those that
+the weights before it, rounded already, give. A *step* is a set of weights that are rounded together:
+
+- what runs before the first stack of blocks;
+- each block of a stack: the children of a ModuleList or Sequential that are of one class, such as decoder layers;
+- everything else, at the end.
+
+The inputs of a stack's blocks are captured once. From then on only one block runs at a time. Its weights are rounded in
+the order in which it uses them, those that read the same input together. Beside it runs its twin, with the float
+weights and on the unrounded model's inputs: so that a layer can make up for what the layers before it have lost. Hidden
+states, of both, wait on the CPU in the dtype that the model gives them. Where a block does not simply take what the
+block before it returns, the whole model runs for each block instead: slower, and always right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import CalibrationError
+from narrowcast.nn.modules.base import copy_modules, float_class_of
+from narrowcast.nn.rounding.batches import UNCHANGED, device_of, move, run_batch
+from narrowcast.nn.rounding.moments import InputMoments
+from narrowcast.nn.rounding.recording import keeping_inputs, recording, why_no_moments
+from narrowcast.nn.survey import Weight
+
+CPU = torch.device("cpu")
+Round = Callable[[Weight, InputMoments | None], None]
+"""Rounds one weight and puts its rows into the model."""
+
+
+class Stack(NamedTuple):
+    """Blocks that run one after the other, and the hidden states that enter them in the unrounded model."""
+
+    blocks: list[nn.Module]
+    exact: list[Tensor]
+
+
+class Call(NamedTuple):
+    """The arguments of one call of a block, without the first, its hidden states."""
+
+    rest: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def round_in_order(model: nn.Module, weights: Sequence[Weight], batches: Sequence[Any], round_weight: Round) -> None:
+    """Round all weights, each on inputs that come from rounded weights."""
+    found = find_stacks(model, weights)
+    inside = {id(module) for blocks in found for block in blocks for module in block.modules()}
+    captures = [_capture(model, blocks, batches) for blocks in found]
+    stacks = [Stack(blocks, [] if none is None else none[0]) for blocks, none in zip(found, captures, strict=True)]
+    del captures
+    rest = [weight for weight in weights if not all(id(slot.module) in inside for slot in weight.slots)]
+    for weight in [weight for weight in rest if why_no_moments(weight)]:
+        round_weight(weight, None)
+        rest.remove(weight)
+    if stacks:
+        first = stacks[0].blocks[0]
+        with recording(rest) as moments:
+            for number, batch in enumerate(batches):
+                _run(model, batch, number, stop_at=first)
+        before = [weight for weight in rest if moments[weight.slots[0].key].count]
+        for weight in before:
+            round_weight(weight, _checked(weight, moments))
+            rest.remove(weight)
+    for stack in stacks:
+        _round_stack(model, stack, weights, batches, round_weight)
+    _round_on_model(model, rest, batches, round_weight)
+
+
+def find_stacks(model: nn.Module, weights: Sequence[Weight]) -> list[list[nn.Module]]:
+    """The stacks of blocks of a model, the outermost ones, in the order of their names."""
+    holders = {id(slot.module) for weight in weights for slot in weight.slots}
+    stacks: list[list[nn.Module]] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        children = list(module.children())
+        if id(module) in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(children) < 2:
+            continue
+        alike = len({float_class_of(child) for child in children}) == 1 and len(set(children)) == len(children)
+        holding = [any(id(part) in holders for part in child.modules()) for child in children]
+        if alike and all(holding) and not any(id(child) in holders for child in children):
+            stacks.append(children)
+            inside |= {id(part) for child in children for part in child.modules()}
+    return stacks
+
+
+def _of_block(block: nn.Module, weights: Sequence[Weight]) -> list[Weight]:
+    parts = {id(module) for module in block.modules()}
+    return [weight for weight in weights if all(id(slot.module) in parts for slot in weight.slots)]
+
+
+def _round_on_model(model: nn.Module, weights: Sequence[Weight], batches: Sequence[Any], round_weight: Round) -> None:
+    """Round weights on the inputs that the whole model gives them as it is now."""
+    if not weights:
+        return
+    with recording(weights) as moments:
+        for number, batch in enumerate(batches):
+            _run(model, batch, number)
+    for weight in weights:
+        round_weight(weight, None if why_no_moments(weight) else _checked(weight, moments))
+
+
+def _round_stack(
+    model: nn.Module, stack: Stack, weights: Sequence[Weight], batches: Sequence[Any], round_weight: Round
+) -> None:
+    captured = _capture(model, stack.blocks, batches)
+    if captured is None:
+        for block in stack.blocks:
+            _round_on_model(model, _of_block(block, weights), batches, round_weight)
+        return
+    states, calls = captured
+    device = device_of(model)
+    for place, block in enumerate(stack.blocks):
+        run = _Block(block, states, stack.exact, calls[place], device)
+        own = _of_block(block, weights)
+        for step in run.steps(own):
+            moments = run.record(step)
+            for weight in step:
+                round_weight(weight, None if why_no_moments(weight) else _checked(weight, moments))
+        if place + 1 < len(stack.blocks):
+            run.advance()
+
+
+class _Block:
+    """One block of a stack: its inputs in the model as it is, in the unrounded model, and its other arguments."""
+
+    def __init__(
+        self, block: nn.Module, states: list[Tensor], exact: list[Tensor], calls: list[Call], device: torch.device
+    ) -> None:
+        self.block, self.states, self.calls, self.device = block, states, calls, device
+        self.exact = exact
+        self.twin = copy_modules(block)  # with the float weights, which it shares
+        self.names = {id(module): name for name, module in block.named_modules()}
+
+    def steps(self, weights: Sequence[Weight]) -> list[list[Weight]]:
+        """Weights in the order in which the block uses them; those that read the same input together."""
+        order: dict[str, int] = {}
+        inputs: list[Tensor] = []
+        with keeping_inputs(self._twins(weights)) as kept:
+            hook_order: list[str] = []
+            hooks = [
+                twin.register_forward_pre_hook(lambda *_, name=name: hook_order.append(name))
+                for name, twin in self._twins(weights).items()
+            ]
+            _call(self.twin, self.exact[0], self.calls[0], self.device)
+            for hook in hooks:
+                hook.remove()
+            for name in hook_order:
+                x = kept[name][0]
+                place = next((i for i, other in enumerate(inputs) if other is x), len(inputs))
+                if place == len(inputs):
+                    inputs.append(x)
+                order.setdefault(name, place)
+        last = len(inputs)
+        places = {weight.slots[0].key: order.get(weight.slots[0].key, last) for weight in weights}
+        return [
+            [weight for weight in weights if places[weight.slots[0].key] == place]
+            for place in sorted({*places.values()})
+        ]
+
+    def record(self, weights: Sequence[Weight]) -> dict[str, InputMoments]:
+        """The moments of weights over all batches, with what their inputs are in the unrounded model."""
+        twins = self._twins(weights)
+        with keeping_inputs(twins) as exact, recording(weights, exact) as moments:
+            for states, unrounded, call in zip(self.states, self.exact, self.calls, strict=True):
+                exact.clear()
+                _call(self.twin, unrounded, call, self.device)
+                _call(self.block, states, call, self.device)
+        return moments
+
+    def advance(self) -> None:
+        """Replace the states that enter this block by those that leave it."""
+        for number, call in enumerate(self.calls):
+            self.exact[number] = _first(_call(self.twin, self.exact[number], call, self.device)).to(CPU)
+            self.states[number] = _first(_call(self.block, self.states[number], call, self.device)).to(CPU)
+
+    def _twins(self, weights: Sequence[Weight]) -> dict[str, nn.Module]:
+        """The modules of the twin that hold these weights; not of experts and of attention, which are not compared."""
+        slots = [weight.slots[0] for weight in weights if len(weight.slots) == 1 and not why_no_moments(weight)]
+        return {
+            slot.key: self.twin.get_submodule(self.names[id(slot.module)])
+            for slot in slots
+            if slot.parameter == "weight"
+        }
+
+
+def _capture(
+    model: nn.Module, stack: Sequence[nn.Module], batches: Sequence[Any]
+) -> tuple[list[Tensor], list[list[Call]]] | None:
+    """The hidden states that enter a stack, and the other arguments of each block's calls, a batch each.
+
+    None if blocks are not called once each, in order, on what the block before them returned.
+    """
+    hidden: list[Tensor] = []
+    calls: list[list[Call]] = [[] for _ in stack]
+    places = {block: place for place, block in enumerate(stack)}
+    chained, expected, last = True, 0, None
+
+    def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal chained, expected
+        place = places[block]
+        if place != expected or not args or not isinstance(args[0], Tensor) or (place and args[0] is not last):
+            chained = False
+            return
+        if place == 0:
+            hidden.append(args[0].to(CPU))
+        calls[place].append(Call(move(args[1:], CPU), move(dict(kwargs), CPU)))
+        expected = place + 1
+
+    def after(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        nonlocal last
+        last = _first(output)
+
+    hooks = [block.register_forward_pre_hook(before, with_kwargs=True) for block in stack]
+    hooks += [block.register_forward_hook(after) for block in stack]
+    try:
+        for number, batch in enumerate(batches):
+            expected, last = 0, None
+            _run(model, batch, number)
+            chained = chained and expected == len(stack)
+            if not chained:
+                return None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return hidden, calls
+
+
+def _call(block: nn.Module, hidden: Tensor, call: Call, device: torch.device) -> Any:
+    return block(hidden.to(device), *move(call.rest, device), **move(call.kwargs, device))
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, (tuple, list)) and output else output
+
+
+class _StopHere(Exception):
+    """Ends a forward pass: what runs behind is not needed."""
+
+
+def _run(model: nn.Module, batch: Any, number: int, stop_at: nn.Module | None = None) -> None:
+    """One batch through the model, up to the call of `stop_at`."""
+    try:
+        with _stopping(stop_at):
+            run_batch(model, batch)
+    except _StopHere:
+        pass
+    except CalibrationError:
+        raise
+    except Exception as error:
+        raise CalibrationError(
+            f"data: the model cannot run batch {number}: {type(error).__name__}: {error}. A batch is what the model "
+            f"takes: a tensor, a mapping of keywords, or a tuple whose first element is the input. {UNCHANGED}"
+        ) from error
+
+
+@contextmanager
+def _stopping(module: nn.Module | None) -> Iterator[None]:
+    if module is None:
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise _StopHere
+
+    hook = module.register_forward_pre_hook(stop)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _checked(weight: Weight, moments: dict[str, InputMoments]) -> InputMoments:
+    key = weight.slots[0].key
+    if not moments[key].finite():
+        raise CalibrationError(
+            f"data: the inputs of {key} hold an infinity or a NaN, or are too large to square. Usually a batch does, "
+            f"or the model overflows in its dtype. {UNCHANGED}"
+        )
+    return moments[key]

@@ -1,0 +1,67 @@
+"""quantize_(rounding="search"): ordinary rows of the same bytes, less error, no data."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def test_every_codec_gives_ordinary_rows(codec: nc.Codec) -> None:
+    model = nn.Sequential(nn.Embedding(9, 40), nn.Linear(40, 7))
+    other = copy.deepcopy(model)
+    nearest, searched = nc.quantize_(other, codec), nc.quantize_(model, codec, rounding="search")
+    assert [entry.bytes_after for entry in nearest.entries] == [entry.bytes_after for entry in searched.entries]
+    for entry in searched.entries:
+        assert entry.rounding == "search"
+        # The loss of the search is the squared error; see tests/kernels/test_encode_searched.py for the tolerance.
+        if not codec.stochastic:
+            assert entry.error <= entry.nearest_error * (1 + 2.0**-17)
+    tokens = torch.arange(9)
+    decoded = nc.dequantize_(copy.deepcopy(model))
+    torch.testing.assert_close(model(tokens), decoded(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_the_report_compares_with_nearest() -> None:
+    model = nn.Sequential(nn.Linear(128, 64))
+    report = nc.quantize_(model, "int4", rounding="search")
+    (entry,) = report.entries
+    assert entry.error < entry.nearest_error
+    assert entry.error == pytest.approx(10 ** (-entry.sqnr / 10), rel=1e-4)  # fp32 sums of 128 squares
+    assert "output error" in str(report)
+    assert report.to_dict()["entries"][0]["rounding"] == "search"
+
+
+def test_nearest_stays_as_it_was() -> None:
+    model = nn.Linear(64, 8)
+    other = copy.deepcopy(model)
+    first, second = nc.quantize_(model, "int4"), nc.quantize_(other, "int4", rounding="nearest")
+    assert torch.equal(model.weight, other.weight)
+    assert first.entries == second.entries
+    assert "output error" not in str(first)
+
+
+@pytest.mark.parametrize("rounding", ["gtpq", None, 3])
+def test_an_unknown_rounding_is_refused(rounding: object) -> None:
+    model = nn.Linear(8, 8)
+    with pytest.raises(nc.errors.SpecError, match="expected 'nearest', 'search', 'gptq'"):
+        nc.quantize_(model, "int4", rounding=rounding)
+    assert type(model) is nn.Linear
+
+
+def test_a_rounding_of_ones_own() -> None:
+    def coarse(weight, codec, lead, moments=None):  # type: ignore[no-untyped-def]
+        return nc.codecs.payload.encode_rows(weight.round(), codec, lead=lead)
+
+    model = nn.Linear(16, 4)
+    assert nc.quantize_(model, "int8", rounding=coarse).entries[0].rounding == "coarse"
+    assert float(model.decoded().abs().max()) == 0.0
