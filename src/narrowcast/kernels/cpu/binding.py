@@ -86,13 +86,10 @@ class Native(Kernel):
 
     def _encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
         count, numel = rows.shape
-        elements = count * numel
-        if elements:
+        if elements := count * numel:
             rows, stride = _contiguous(rows)
-            what = spec_of(recipe, numel)
-            source = rows.data_ptr(), DTYPES[rows.dtype], stride, count
-            target = out.data_ptr(), out.stride()[0]
-            _check(self._nc_encode(what, *source, *target, seed, _threads(elements), self._isa))
+            source, target = (rows.data_ptr(), DTYPES[rows.dtype], stride, count), (out.data_ptr(), out.stride()[0])
+            _check(self._nc_encode(spec_of(recipe, numel), *source, *target, seed, _threads(elements), self._isa))
 
     def _encode_searched(self, out: Tensor, rows: Tensor, importance: Tensor | None, recipe: Recipe) -> None:
         count, numel = rows.shape
@@ -111,8 +108,7 @@ class Native(Kernel):
 
     def _decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
         count, numel = out.shape
-        elements = count * numel
-        if elements:
+        if elements := count * numel:
             data, stride = _contiguous(data)
             what = spec_of(recipe, numel)
             target = out.data_ptr(), DTYPES[out.dtype], out.stride()[0]
