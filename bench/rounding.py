@@ -1,6 +1,6 @@
 """What each rounding leaves of a real model: cosines of sentence embeddings with those of the unquantized model.
 
-    PYTHONPATH=src python bench/rounding.py [--out bench/results] [--sentences 120] [--codecs int4:block=64,nf4,int3]
+    PYTHONPATH=src python bench/rounding.py [--out bench/results] [--sentences 120] [--codecs int4:block=64,nf4]
 
 The model and the judge are those of bench/quality.py. "same kind" calibrates on 60 other sentences of the same kind
 (first sentences of docstrings), "other kind" on 60 paragraphs of Python's language reference (pydoc_data.topics).
@@ -139,10 +139,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write rounding.md and rounding.json into this folder")
     parser.add_argument("--sentences", type=int, default=120)
     parser.add_argument("--codecs", default=",".join(CODECS))
+    parser.add_argument("--kinds", default="same kind,other kind", help="what gptq is calibrated on")
     arguments = parser.parse_args()
     judge = Judge(arguments.sentences)
     about = facts(data=f"all-MiniLM-L6-v2 in fp32, {len(judge.sentences)} sentences of Python's standard library")
-    rows = ours(judge, arguments.codecs.split(","), calibration(judge.sentences)) + rivals(judge)
+    data = {kind: batches for kind, batches in calibration(judge.sentences).items() if kind in arguments.kinds}
+    rows = ours(judge, arguments.codecs.split(","), data) + rivals(judge)
     about["peak memory"] = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB, the whole run"
     lines = ["# What each rounding leaves of a real model", "", *(f"- {key}: {value}" for key, value in about.items())]
     lines += ["", "| codec | rounding | mean cosine | lowest | seconds | target |", "|---|---|---:|---:|---:|---|"]

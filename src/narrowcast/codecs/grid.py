@@ -14,8 +14,8 @@ from torch import Tensor
 
 from narrowcast.codecs.base import Codec
 from narrowcast.codecs.fields import Fields
-from narrowcast.kernels.layout import Recipe, layout
-from narrowcast.kernels.reference import casts, codes
+from narrowcast.kernels.layout import FLT_MIN, Recipe, layout, scaling
+from narrowcast.kernels.reference import casts, codes, search
 
 
 class Grid(NamedTuple):
@@ -48,6 +48,14 @@ class Grid(NamedTuple):
     def join(self, chosen: Tensor) -> Tensor:
         """Rows of bytes that hold codes [rows, numel]."""
         return self.codec.join(chosen, self.scales, self.zero_points)
+
+    def with_scales(self, wanted: Tensor) -> Grid:
+        """The same grid with the stored scales nearest to `wanted`; where there is none, scales stay as they are."""
+        assert self.scales is not None
+        format = self.codec.format
+        stored = search.round_to_stored(wanted.float(), format.scale, scaling(format, self.codec.peak).limit)
+        allowed = (stored.abs() if format.signed_scale else stored) >= FLT_MIN  # no NaN either
+        return self._replace(scales=torch.where(allowed, stored, self.scales).contiguous())
 
     def _block(self, column: int) -> tuple[Tensor, Tensor]:
         assert self.scales is not None

@@ -15,6 +15,7 @@ What is done differently here:
   moved to where it gives the unrounded model's outputs best, and so makes up for the layers before it.
 - H is damped: `damping` times its mean diagonal is added to the diagonal, ten times as much if the factorization fails
   nevertheless. An input that is always zero takes no part: its weights are rounded to nearest.
+- Then scales are fitted to the codes, and codes are chosen once more, column by column, given all others (polish.py).
 - At the end each output takes these codes, or those of a search, or the nearest ones, whichever has the least error
   against the unrounded model. So no output is worse than with nearest rounding on the data.
 """
@@ -31,6 +32,7 @@ from narrowcast.codecs.grid import Grid
 from narrowcast.codecs.payload import EncodedRows
 from narrowcast.errors import CalibrationError, SpecError
 from narrowcast.nn.rounding.moments import InputMoments, Inputs
+from narrowcast.nn.rounding.polish import polish
 
 COLUMNS = 128
 """Columns whose errors are spread at once over those behind them."""
@@ -46,8 +48,8 @@ class GPTQ:
     act_order: bool = True
     """Round the columns with the largest inputs first."""
     damping: float = 0.3
-    """What is added to the diagonal of the moments, relative to its mean. On MiniLM 0.3 loses less than 0.01 on
-    sentences that were not in the data, and much less on text of another kind (docs/rounding.md)."""
+    """What is added to the diagonal of the moments, relative to its mean. On MiniLM, int4, calibrated on 60 sentences,
+    the mean cosine on others was 0.981, 0.985, 0.988 and 0.989 with 0.01, 0.03, 0.1 and 0.3."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.act_order, bool):
@@ -108,7 +110,10 @@ class GPTQ:
         grid = Grid.of(codec, codec.split(searched, weight.shape[1]))
         dynamic = not self.act_order and codec.block not in (None, "row")
         columns = _Columns(weight[:, order], upper, grid, order)
-        return [searched, columns.round(importance if dynamic else None)]
+        rows = columns.round(importance if dynamic else None)
+        damped = moments.clone()
+        damped.diagonal().add_(self.damping * moments.diagonal().mean())
+        return [searched, rows, polish(weight, codec, rows, damped)]
 
 
 class _Columns:
@@ -138,8 +143,8 @@ class _Columns:
 
     def _round_column(self, place: int, last: int) -> Tensor:
         """Round one column, and spread its error over those up to `last`; returns the error over its own factor."""
-        column, values = self.columns[place], self.weight[:, place]
-        codes = self.grid.codes(values.contiguous(), column)
+        column, values = self.columns[place], torch.nan_to_num(self.weight[:, place])  # errors of huge weights overflow
+        codes = self.grid.codes(values, column)
         self.codes[:, column] = codes
         factors = self.upper[place, place:last]
         error = (values - self.grid.values(codes, column)) / factors[0]

@@ -1,0 +1,85 @@
+"""Rows that are good already, made better: scales fitted to codes, and codes chosen again.
+
+The error of an output is d H d^T, as in gptq.py. Given the codes of a row, it is a quadratic function of the row's
+scales: the best ones solve a small linear system, and are rounded to stored ones. Given the scales and all other codes,
+the best number for a column is known, and the nearest level to it is taken, one column after another (coordinate
+descent). A row keeps what it had where that is better.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from narrowcast.codecs import Codec
+from narrowcast.codecs.grid import Grid
+from narrowcast.kernels.layout import layout
+
+COLUMNS = 128
+"""Columns whose changes are applied at once to those outside of them."""
+SWEEPS = 2
+
+
+def polish(weight: Tensor, codec: Codec, rows: Tensor, moments: Tensor) -> Tensor:
+    """Better rows for `weight` [outputs, k] under the moments [k, k], which are positive definite."""
+    best = _fit_scales(weight, codec, rows, moments)
+    best = _better(weight, codec, best, _choose_codes(weight, codec, best, moments), moments)
+    return _fit_scales(weight, codec, best, moments)
+
+
+def _better(weight: Tensor, codec: Codec, rows: Tensor, other: Tensor, moments: Tensor) -> Tensor:
+    errors = []
+    for some in (rows, other):
+        difference = weight - codec.decode(some, weight.shape[1])
+        errors.append(((difference @ moments) * difference).sum(-1, keepdim=True))
+    return torch.where(errors[1] < errors[0], other, rows)
+
+
+def _fit_scales(weight: Tensor, codec: Codec, rows: Tensor, moments: Tensor) -> Tensor:
+    """Rows with the same codes and the scales that fit them best."""
+    count, k = weight.shape
+    fields = codec.split(rows, k)
+    if fields.scales is None:
+        return rows
+    ones = codec.join(fields.codes, torch.ones_like(fields.scales), fields.zero_points)
+    units = codec.decode(ones, k)
+    where = layout(codec.format, k)
+    padding = where.groups * where.group_size - k
+    system = torch.empty(count, where.groups, where.groups, dtype=torch.float64, device=weight.device)
+    wanted = torch.empty(count, where.groups, dtype=torch.float64, device=weight.device)
+    for group in range(where.groups):
+        part = slice(group * where.group_size, min((group + 1) * where.group_size, k))
+        product = units[:, part] @ moments[part]
+        sums = torch.nn.functional.pad(product * units, (0, padding)).view(count, where.groups, -1).sum(-1)
+        system[:, group] = sums.double()
+        wanted[:, group] = (product * weight).sum(-1).double()
+    diagonal = system.diagonal(dim1=1, dim2=2)
+    diagonal += 1e-6 * diagonal.mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny  # a block of zeros has none
+    scales, _ = torch.linalg.solve_ex(system, wanted)
+    fitted = Grid.of(codec, fields).with_scales(scales)
+    return _better(weight, codec, rows, fitted.join(fields.codes), moments)
+
+
+def _choose_codes(weight: Tensor, codec: Codec, rows: Tensor, moments: Tensor) -> Tensor:
+    """Rows with the same scales, in which each code is the best one given the others."""
+    k = weight.shape[1]
+    fields = codec.split(rows, k)
+    grid, codes = Grid.of(codec, fields), fields.codes.long()
+    values = codec.decode(rows, k)
+    slope = (values - weight) @ moments
+    for _ in range(SWEEPS):
+        for first in range(0, k, COLUMNS):
+            last = min(first + COLUMNS, k)
+            changes = torch.zeros(len(weight), last - first, dtype=torch.float32, device=weight.device)
+            for column in range(first, last):
+                target = values[:, column] - slope[:, column] / moments[column, column]
+                target = torch.where(target.isfinite(), target, values[:, column])  # products of huge weights overflow
+                codes[:, column] = grid.codes(target, column)
+                value = grid.values(codes[:, column], column)
+                change = value - values[:, column]
+                slope[:, first:last] += change.unsqueeze(-1) * moments[column, first:last]
+                changes[:, column - first] = change
+                values[:, column] = value
+            slope[:, :first] += changes @ moments[first:last, :first]
+            slope[:, last:] += changes @ moments[first:last, last:]
+    return grid.join(codes)
