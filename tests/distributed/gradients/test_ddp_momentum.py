@@ -168,6 +168,24 @@ def _conv_uncompressed(rank: int) -> trained.Named:
     return {name: p.detach() for name, p in ddp.module.named_parameters()}
 
 
+def _by_hand(rank: int) -> Any:
+    ddp = DDP(trained.Given(SHAPES), bucket_cap_mb=trained.FEW)
+    optimizer = nc.optim.AdamW(ddp.parameters(), 1e-3, betas=(BETA1, BETA2))
+    options: Any = {"momentum": optimizer, "warmup_steps": WARMUP, "seed": trained.SEED, "refresh": REFRESH}
+    ddp.register_comm_hook(nc.GradientCompression("sign", model=ddp.module, **options), nc.gradient_hook)
+    arriving = [_step(ddp, optimizer, rank, step) for step in range(STEPS)]
+    _step(ddp, optimizer, rank, STEPS)  # which refreshes
+    trained.backward(ddp, trained.given(SHAPES, rank, STEPS))
+    return arriving, faults.error_of(lambda: ddp(trained.given(SHAPES, rank, STEPS)).backward())[0]
+
+
+def test_a_hook_that_is_registered_by_hand_sends_the_same_and_notices_the_same() -> None:
+    meant = _expected(2, "sign")
+    for found, error in run(2, _by_hand):
+        trained.agree(found, meant)
+        assert isinstance(error, CollectiveError), error
+
+
 # -- accumulation, clipping, scaling ----------------------------------------------------------------------------------
 
 

@@ -40,13 +40,17 @@ def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
     like = next(parameter for parameter in ddp.parameters() if parameter.requires_grad)
     _check_mesh(state.process_group, ddp)
     ranks = size_of(state.process_group, "compress_gradients")
-    if state.momentum is not None:
-        named = [(state.parameters.name_of(p), p) for p in ddp.parameters() if p.requires_grad]
-        state.momentum.watch((name, p) for name, p in named if state.parameters.travels_in_codec(p, ranks))
+    _watch_momentum(state, [p for p in ddp.parameters() if p.requires_grad], ranks)
     if ranks > 1:
         state.agree(state.process_group, like.detach())
     state.trainer = weakref.ref(ddp)
     ddp.register_comm_hook(state, gradient_hook)
+
+
+def _watch_momentum(state: GradientCompression, parameters: Sequence[Tensor], ranks: int) -> None:
+    if state.momentum is not None:
+        named = [(state.parameters.name_of(p), p) for p in parameters if state.parameters.travels_in_codec(p, ranks)]
+        state.momentum.watch(named)
 
 
 def _check_mesh(given: Given, ddp: Any) -> None:
@@ -253,6 +257,8 @@ def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
 def _check(state: GradientCompression, bucket: dist.GradBucket) -> None:
     _check_join(state.trainer())
     if state.momentum is not None:
+        # Those of a hook that was registered by hand have not been watched yet.
+        _watch_momentum(state, bucket.parameters(), size_of(state.process_group, "compress_gradients"))
         state.momentum.check_fresh()
     if bucket.buffer().is_sparse:
         name = ", ".join(state.parameters.name_of(p) for p in bucket.parameters())  # DDP puts it in alone

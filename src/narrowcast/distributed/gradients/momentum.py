@@ -77,13 +77,16 @@ class Momentum:
         if scaler is not None and not hasattr(scaler, "scale"):
             raise SpecError(f"scaler={type(scaler).__name__}: the torch.amp.GradScaler that scales the loss, or None.")
         self.optimizer, self.scaler = optimizer, scaler
+        self._watched: set[Tensor] = set()
         self._accumulated = False
         """Whether a gradient was added to a momentum that no step has used."""
 
     def watch(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Raise unless the momentum of all these parameters can travel. Notice gradients that are added to it."""
+        parameters = {name: parameter for name, parameter in named if parameter not in self._watched}
+        if not parameters:
+            return
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        parameters = dict(named)
         for name, parameter in parameters.items():
             if id(parameter) not in held:
                 raise SpecError(
@@ -96,6 +99,7 @@ class Momentum:
         self.optimizer.expect_momentum(parameters.values(), scaled=self.scaler is not None)
         for parameter in parameters.values():
             parameter.register_hook(self._before(parameter))
+        self._watched.update(parameters.values())
 
     def _before(self, parameter: Tensor) -> Any:
         def before_gradient(_: Tensor) -> None:
