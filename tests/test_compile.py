@@ -141,6 +141,8 @@ def arguments_of(operator: str, codec: Codec, device: str) -> tuple[object, ...]
     return {
         "encode": (x, *recipe, 1),
         "encode_": (torch.zeros_like(rows), x, *recipe, 1),
+        "encode_searched": (x, None, *recipe),
+        "encode_searched_": (torch.zeros_like(rows), x, None, *recipe),
         "decode": (rows, 75, torch.bfloat16, *recipe),
         "decode_": (torch.zeros(3, 75, device=device), rows, *recipe),
         "decode_sum": (rows, 75, torch.float32, *recipe, *sums),
@@ -152,10 +154,10 @@ def arguments_of(operator: str, codec: Codec, device: str) -> tuple[object, ...]
     }[operator]
 
 
-OF_CODECS = ["encode", "encode_", "decode", "decode_", "decode_sum", "decode_sum_"]
-OF_CODECS += ["decode_sum_encode", "decode_sum_encode_"]
+OF_CODECS = ["encode", "encode_", "encode_searched", "encode_searched_", "decode", "decode_"]
+OF_CODECS += ["decode_sum", "decode_sum_", "decode_sum_encode", "decode_sum_encode_"]
 OPERATORS = [*OF_CODECS, "linear", "linear_backward"]
-ELSEWHERE = {"fake_quantize", "fake_quantize_backward", "integer_linear", "integer_conv"}
+ELSEWHERE = {"adamw_", "fake_quantize", "fake_quantize_backward", "integer_linear", "integer_conv"}
 """Operators that tests/kernels/operators check."""
 
 

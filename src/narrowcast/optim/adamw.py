@@ -26,7 +26,7 @@ from torch.optim.optimizer import ParamsT
 from narrowcast.codecs import Codec
 from narrowcast.errors import OptimizerError
 from narrowcast.optim import loading, rows
-from narrowcast.optim.around_torch import of_torch
+from narrowcast.optim.around_torch import of_torch, outside_graphs
 from narrowcast.optim.travelling import Travelling
 from narrowcast.optim.update import COUNT, alike, update
 
@@ -148,7 +148,7 @@ class AdamW(Travelling):
         """Whether a parameter's update is not torch's."""
         return parameter in self._behind or self._in_rows(parameter, group)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     @torch.no_grad()
     def _step_apart(self) -> None:
         """Update the parameters that torch's step does not, and consume the marks."""

@@ -11,6 +11,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
+
+outside_graphs: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
+"""torch.compiler.disable, but for this: it does not load the compiler before it is called."""
 
 
 def of_torch(step: Callable[..., Any]) -> Callable[..., Any]:

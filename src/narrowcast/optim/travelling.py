@@ -13,7 +13,7 @@ from torch import Tensor
 
 from narrowcast.errors import OptimizerError
 from narrowcast.optim import rows
-from narrowcast.optim.around_torch import unscale
+from narrowcast.optim.around_torch import outside_graphs, unscale
 from narrowcast.optim.update import COUNT
 
 
@@ -153,7 +153,7 @@ class Travelling(torch.optim.AdamW):
             unscale((each for group in self.param_groups for each in group["params"]), scale)
         return False
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     @torch.no_grad()
     def _count(self) -> None:
         """Where both moments have been updated equally often, `step` is the number of updates of the second one."""

@@ -172,7 +172,7 @@ class Tied(nn.Module):
 def _model() -> tuple[Any, Any, torch.optim.Optimizer]:
     torch.manual_seed(5)
     module = shard(Tied(), "inner.0", "inner.3", "inner", reshard_after_forward=True)
-    state = nc.compress_gradients(module, "int2:stochastic=true", gather="int8")
+    state = nc.compress_gradients(module, "int2:stochastic=true", error_feedback=True, gather="int8")
     return module, state, trained.sgd(module)
 
 
