@@ -44,9 +44,10 @@ ARROWS = {
     "byte_gpt": {"errors"},
     "netlab": {"errors"},
     "registration": {"kernels"},
+    "generate": BELOW | {"nn", "checkpoint"},
     "integrations": ABOVE,
     "compat": ABOVE,
-    "cli": ABOVE | {"integrations", "compat", "byte_gpt", "netlab"},
+    "cli": ABOVE | {"integrations", "compat", "byte_gpt", "netlab", "generate"},
     "public": ABOVE | {"integrations", "compat", "optim"},
 }
 

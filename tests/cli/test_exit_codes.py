@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "decode": (["x.safetensors", "y.safetensors"], "narrowcast.cli.shared.payload_files.decode"),
     "inspect": (["x.safetensors"], "narrowcast.cli.inspect.weights.weights_in"),
     "quantize": (["x.safetensors", "y"], "narrowcast.checkpoint.conversion.Conversion.convert"),
+    "generate": (["--random", "110m"], "narrowcast.generate.random_decoder"),
     "plan": (
         ["--params", "1M", "--ranks", "2", "--bandwidth", "1gbit"],
         "narrowcast.distributed.planning.codec_speed.measure_codecs",

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from narrowcast.cli import bench, codecs, decode, demo, doctor, encode, inspect, netlab, plan, quantize
+from narrowcast.cli import bench, codecs, decode, demo, doctor, encode, generate, inspect, netlab, plan, quantize
 from narrowcast.cli.shared.failing import Commands
 
 CODES = (
@@ -28,6 +28,7 @@ app.command("encode")(encode.encode)
 app.command("decode")(decode.decode)
 app.command("inspect")(inspect.inspect)
 app.command("quantize")(quantize.quantize)
+app.command("generate")(generate.generate)
 app.command("plan")(plan.plan)
 app.add_typer(bench.app, name="bench")
 app.command("netlab", context_settings=netlab.SETTINGS)(netlab.netlab)

@@ -3,6 +3,7 @@
     narrowcast.integrations.transformers         NarrowcastConfig: quantize in `from_pretrained`, save, load again
     narrowcast.integrations.compressed_tensors   export: a folder in the format that vLLM and others read
     narrowcast.integrations.text_calibration     rows rounded on text, for `narrowcast quantize --rounding gptq`
+    narrowcast.integrations.text                 a folder's tokenizer, for `narrowcast generate`
     narrowcast.integrations.accelerate           compress_gradients, with Accelerate's checkpoints
     narrowcast.integrations.hf_trainer           CompressGradients: a callback for the Trainer of transformers
     narrowcast.integrations.lightning            CompressGradients: a callback for Lightning's Trainer

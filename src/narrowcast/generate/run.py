@@ -1,0 +1,149 @@
+"""Prompts in, tokens out, one step at a time.
+
+Each prompt is read by itself, without padding; then all sequences take steps together. A sequence ends with one of the
+model's end tokens, or when it has its tokens; the others go on. `Generation` is an iterator over steps, so that text
+can be shown while it is written, and says what it took.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import ShapeError
+from narrowcast.generate.cache import Cache
+from narrowcast.generate.decoder import Decoder
+from narrowcast.generate.sampling import Sampling
+
+Prompt = Sequence[int] | Tensor
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int = 128,
+    sampling: Sampling | None = None,
+    *,
+    stop_at_end: bool = True,
+) -> Generation:
+    """Continue every prompt by up to `max_new_tokens` tokens; `stop_at_end=False` writes on after an end token.
+
+    Iterate over what comes back to get, after each step, the new token of each sequence, or None where it has ended.
+    """
+    return Generation(decoder, prompts, max_new_tokens, sampling or Sampling(), stop_at_end)
+
+
+class Generation:
+    """One batch of texts that is being written. `tokens` has what was written so far, for each prompt."""
+
+    def __init__(
+        self, decoder: Decoder, prompts: Sequence[Prompt], max_new_tokens: int, sampling: Sampling, stop_at_end: bool
+    ) -> None:
+        self._decoder, self._sampling = decoder, sampling
+        device = decoder.model.norm.weight.device
+        self._prompts = [_as_tokens(prompt, i, decoder.shape.words, device) for i, prompt in enumerate(prompts)]
+        self._limit = _checked_count(max_new_tokens)
+        self._ends = frozenset(decoder.shape.ends if stop_at_end else ())
+        if not self._prompts:
+            raise ShapeError("prompts: is empty. Give at least one: generate(decoder, [[1, 15043]]).")
+        longest = max(len(prompt) for prompt in self._prompts) + self._limit
+        if longest > decoder.shape.context:
+            raise ShapeError(
+                f"max_new_tokens={max_new_tokens}: the longest prompt and its continuation take {longest} positions, "
+                f"and the model was made for {decoder.shape.context}. Ask for fewer tokens, or shorten the prompt."
+            )
+        dtype = decoder.model.norm.weight.dtype
+        self._cache = Cache(decoder.shape, len(self._prompts), longest, dtype, device)
+        self._started = False
+        self.tokens: list[list[int]] = [[] for _ in self._prompts]
+        self.prefill_seconds = 0.0
+        """Until the first token of every sequence was chosen."""
+        self.step_seconds = 0.0
+        """All steps after the first."""
+        self.steps = 0
+        """Steps after the first."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sequences together, after the first token of each."""
+        written = sum(max(len(tokens) - 1, 0) for tokens in self.tokens)
+        return written / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache.nbytes
+
+    def run(self) -> list[list[int]]:
+        """Write to the end; the tokens of each sequence, its prompt not among them."""
+        for _ in self:
+            pass
+        return self.tokens
+
+    def __iter__(self) -> Iterator[list[int | None]]:
+        if self._started:
+            raise RuntimeError("this Generation has been iterated over already. Its texts are in .tokens.")
+        self._started = True
+        return self._steps()
+
+    def _steps(self) -> Iterator[list[int | None]]:
+        began = time.perf_counter()
+        generator = self._sampling.generator(self._cache.keys.device)
+        with torch.inference_mode():
+            chosen = self._sampling.choose(self._read_prompts(), generator)
+        new = self._take(chosen)
+        self.prefill_seconds = time.perf_counter() - began
+        yield new
+        at = torch.tensor([len(prompt) for prompt in self._prompts], dtype=torch.int64, device=chosen.device)
+        longest = max(len(prompt) for prompt in self._prompts)
+        while not all(self._done(i) for i in range(len(self._prompts))):
+            began = time.perf_counter()
+            longest += 1
+            with torch.inference_mode():
+                logits = self._decoder.advance(chosen, at, self._cache, longest)
+                chosen, at = self._sampling.choose(logits, generator), at + 1
+            new = self._take(chosen)
+            self.step_seconds += time.perf_counter() - began
+            self.steps += 1
+            yield new
+
+    def _read_prompts(self) -> Tensor:
+        logits = [self._decoder.prefill(prompt, self._cache, i) for i, prompt in enumerate(self._prompts)]
+        return torch.stack(logits)
+
+    def _take(self, chosen: Tensor) -> list[int | None]:
+        """Add the tokens of sequences that have not ended. Reading them waits for the device."""
+        new: list[int | None] = []
+        for i, token in enumerate(chosen.tolist()):
+            new.append(None if self._done(i) else token)
+            if new[-1] is not None:
+                self.tokens[i].append(token)
+        return new
+
+    def _done(self, sequence: int) -> bool:
+        tokens = self.tokens[sequence]
+        return len(tokens) >= self._limit or bool(tokens and tokens[-1] in self._ends)
+
+
+def _as_tokens(prompt: Prompt, number: int, words: int, device: torch.device) -> Tensor:
+    tokens = torch.as_tensor(prompt, dtype=torch.int64, device=device)
+    if tokens.dim() != 1 or len(tokens) == 0:
+        raise ShapeError(
+            f"prompts[{number}]: expected at least one token, [time], got shape {list(tokens.shape)}. A text goes "
+            "through its model's tokenizer first."
+        )
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= words:
+        raise ShapeError(
+            f"prompts[{number}]: tokens must be from 0 to {words - 1}, and these are from {least} to {most}. They come "
+            "from another model's tokenizer."
+        )
+    return tokens
+
+
+def _checked_count(max_new_tokens: int) -> int:
+    if max_new_tokens < 1:
+        raise ShapeError(f"max_new_tokens={max_new_tokens}: must be at least 1.")
+    return max_new_tokens

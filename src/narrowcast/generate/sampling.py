@@ -1,0 +1,56 @@
+"""The choice of the next token from its logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import SpecError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """`temperature=0` takes the most likely token.
+
+    Otherwise tokens are drawn: from the `top_k` likeliest, and from the fewest that together have `top_p` of the
+    probability.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise SpecError(f"temperature={self.temperature}: must be 0 (the likeliest token) or more, such as 0.8.")
+        if self.top_k is not None and self.top_k < 1:
+            raise SpecError(f"top_k={self.top_k}: must be at least 1, or None for every token.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise SpecError(f"top_p={self.top_p}: must be above 0 and at most 1, such as 0.9.")
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """What draws the tokens of one generation."""
+        return torch.Generator(device).manual_seed(self.seed)
+
+    def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """The next token of each sequence: [batch, words] to [batch]."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        scores = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < scores.shape[-1]:
+            least = scores.topk(self.top_k, -1).values[:, -1:]
+            scores = scores.masked_fill(scores < least, -torch.inf)
+        if self.top_p is not None and self.top_p < 1:
+            scores = self._within_mass(scores, self.top_p)
+        return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
+
+    def _within_mass(self, scores: Tensor, mass: float) -> Tensor:
+        """Only the likeliest tokens that together have `mass`: each whose likelier ones have less. One always stays."""
+        ordered, places = scores.sort(-1, descending=True)
+        shares = ordered.softmax(-1)
+        beyond = shares.cumsum(-1) - shares >= mass
+        beyond[:, 0] = False
+        return scores.masked_fill(torch.zeros_like(beyond).scatter(-1, places, beyond), -torch.inf)

@@ -1,0 +1,118 @@
+"""`narrowcast generate`, on a small Llama with a tokenizer of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from narrowcast.cli import app
+
+pytest.importorskip("transformers")
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that reads and writes bytes, so that some characters take several tokens."""
+    path = tmp_path_factory.mktemp("llama")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=256,
+        eos_token_id=None,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def invoke(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["generate", *words])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_text_is_streamed_and_is_what_json_says(folder: Path) -> None:
+    words = (str(folder), "--prompt", "Grüße, ", "--max-new-tokens", "24", "--codec", "int8")
+    code, said, figures = invoke(*words)
+    assert code == 0
+    assert "24 tokens; the first after" in figures
+    code, summary, _ = invoke(*words, "--json")
+    known = json.loads(summary)
+    assert said == f"Grüße, {known['texts'][0]}\n"
+    assert known["tokens"] == [24]
+    assert known["tokens_per_second"] > 0
+
+
+def test_a_quantized_folder_writes_what_quantizing_first_writes(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "int8"
+    assert CliRunner().invoke(app, ["quantize", str(folder), str(target)]).exit_code == 0
+    arguments = ("--prompt", "one", "--prompt", "another", "--max-new-tokens", "12", "--json")
+    _, here, _ = invoke(str(folder), "--codec", "int8", *arguments)
+    _, there, _ = invoke(str(target), *arguments)
+    assert json.loads(here)["texts"] == json.loads(there)["texts"]
+    assert json.loads(here)["weight_bytes"] == json.loads(there)["weight_bytes"]
+
+
+def test_random_weights_show_figures_and_no_text() -> None:
+    code, said, figures = invoke("--random", "110m", "--codec", "int4", "--max-new-tokens", "2", "--batch", "2")
+    assert (code, said) == (0, "")
+    assert "4 tokens; " in figures
+    assert "MB, cache" in figures
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a model's folder"),
+        (["nowhere", "--prompt", "x"], "no such folder"),
+        (["{folder}"], "nothing to continue"),
+        (["{folder}", "--random", "110m", "--prompt", "x"], "one of the two"),
+        (["--random", "110m", "--prompt", "x"], "no tokenizer"),
+        (["--random", "3b"], "is none of 110m, 1b, 7b"),
+        (["{folder}", "--prompt", "x", "--batch", "2"], "only with --random"),
+        (["{folder}", "--prompt", "x", "--dtype", "int8"], "is none of bfloat16"),
+        (["{folder}", "--prompt", "x", "--device", "tpu"], "expected cpu, or cuda"),
+        (["{folder}", "--prompt", "x", "--codec", "int9"], "int9"),
+        (["{folder}", "--prompt", "x", "--top-p", "2"], "top_p=2.0"),
+        (["{folder}", "--prompt", "", "--max-new-tokens", "4"], "expected at least one token"),
+        (["{folder}", "--prompt", "x", "--max-new-tokens", "256"], "take 257 positions"),
+        (["{empty}", "--prompt", "x"], "has no config.json"),
+    ],
+)
+def test_wrong_arguments_end_with_2_and_one_line(folder: Path, tmp_path: Path, words: list[str], message: str) -> None:
+    code, said, error = invoke(*(word.format(folder=folder, empty=tmp_path) for word in words))
+    assert (code, said) == (2, "")
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_folder_without_a_tokenizer_says_what_to_copy(folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-m", "narrowcast.cli", "generate", str(tmp_path), "--prompt", "x"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 2
+    assert "Copy tokenizer.json" in done.stderr.splitlines()[-1]

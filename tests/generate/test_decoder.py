@@ -1,0 +1,223 @@
+"""The decoder, beside transformers' own Llama and Qwen2 on the same checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.generate import Decoder, Sampling, Shape, fuse_, generate, load_decoder, random_decoder
+from narrowcast.generate.cache import Cache
+
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": 7,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "tied": ("Llama", {"tie_word_embeddings": True}),
+    "biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "one key for all": ("Llama", {"num_key_value_heads": 1}),
+    "llama 3": ("Llama", {"rope_parameters": LLAMA3}),
+    "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "wide heads": ("Llama", {"head_dim": 32}),
+    "qwen2": ("Qwen2", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+}
+PROMPTS = [[5, 17, 3, 88], [42, 9, 11, 2, 3, 4, 5, 6, 1], [1]]
+
+
+def reference(kind: str, folder: Path) -> nn.Module:
+    """A model of transformers with random weights, saved to the folder; then in fp64, norms too.
+
+    The norms of transformers round to fp32 on their way: with torch's in their place nothing does.
+    """
+    family, options = KINDS[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SMALL | options)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    model.save_pretrained(folder)
+    model.double()
+    for name, module in [*model.named_modules()]:
+        if type(module).__name__.endswith("RMSNorm"):
+            norm = nn.RMSNorm(module.weight.shape, module.variance_epsilon, dtype=torch.float64)
+            norm.weight = module.weight
+            model.set_submodule(name, norm)
+    return model
+
+
+def logits_of(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
+    """Logits after every token: the first by `prefill`, the others by `advance`."""
+    cache = Cache(decoder.shape, 1, len(tokens), torch.float64, torch.device("cpu"))
+    with torch.no_grad():
+        rows = [decoder.prefill(torch.tensor(tokens[:1]), cache, 0)]
+        for at in range(1, len(tokens)):
+            rows += decoder.advance(torch.tensor(tokens[at : at + 1]), torch.tensor([at]), cache, at + 1)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_texts_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    model = reference(kind, tmp_path)
+    decoder = load_decoder(tmp_path).double()
+    tokens = PROMPTS[1] + list(range(20, 60))
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0]
+    # Sums of up to 128 products in fp64, of numbers below 100, through two layers: far below 1e-10.
+    torch.testing.assert_close(logits_of(decoder, tokens), expected, rtol=0, atol=1e-10)
+    fuse_(decoder)
+    torch.testing.assert_close(logits_of(decoder, tokens), expected, rtol=0, atol=1e-10)
+    written = generate(decoder, PROMPTS, 16).run()
+    for prompt, text in zip(PROMPTS, written, strict=True):
+        wanted = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)
+        assert text == wanted[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4:block=64", "nf4"])
+def test_a_quantized_folder_writes_what_its_decoded_weights_write(codec: str, tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    nc.quantize_(model, codec)
+    nc.save(model, tmp_path / "rows")
+    model.config.save_pretrained(tmp_path / "rows")
+    encoded, decoded = load_decoder(tmp_path / "rows"), load_decoder(tmp_path / "rows")
+    nc.dequantize_(decoded)
+    assert type(encoded.lm_head) is nc.nn.Linear
+    assert type(decoded.lm_head) is nn.Linear
+    before = logits_of(encoded.double(), PROMPTS[1])
+    # Both decode to the same fp64 weights; only the order of sums differs.
+    torch.testing.assert_close(before, logits_of(decoded.double(), PROMPTS[1]), rtol=0, atol=1e-10)
+    assert fuse_(encoded).joined == 2 * SMALL["num_hidden_layers"]
+    torch.testing.assert_close(logits_of(encoded, PROMPTS[1]), before, rtol=0, atol=1e-10)
+
+
+def test_joined_rows_are_the_bytes_of_their_parts() -> None:
+    decoder = random_decoder(Shape(64, 1, 4, 128, 32, key_heads=2), dtype=torch.float32)
+    nc.quantize_(decoder, "int4")
+    attention = decoder.model.layers[0].self_attn
+    parts = [attention.get_submodule(name).weight for name in ("q_proj", "k_proj", "v_proj")]
+    size = decoder.weight_bytes
+    fuse_(decoder)
+    assert torch.equal(attention.joined.weight, torch.cat(parts))
+    assert attention.joined.out_features == 64 + 32 + 32
+    assert decoder.weight_bytes == size
+
+
+def test_what_is_of_several_codecs_is_not_joined_and_said_so() -> None:
+    decoder = random_decoder(Shape(64, 1, 4, 128, 32), dtype=torch.float32)
+    nc.quantize_(decoder, "int4", rules={"k_proj": "int8", "up_proj": None})
+    joined, skips = fuse_(decoder)
+    assert joined == 0
+    assert "several codecs: int4" in skips["model.layers.0.self_attn"]
+    assert "not all of one kind" in skips["model.layers.0.mlp"]
+    assert len(generate(decoder, [[1]], 3, stop_at_end=False).run()[0]) == 3
+
+
+def test_a_sequence_writes_the_same_alone_and_in_a_batch() -> None:
+    decoder = random_decoder(Shape(64, 2, 4, 128, 32, key_heads=2), dtype=torch.float64)
+    together = generate(decoder, PROMPTS_32, 12).run()
+    assert together == [generate(decoder, [prompt], 12).run()[0] for prompt in PROMPTS_32]
+
+
+PROMPTS_32 = [[5, 17, 3], [9, 11, 2, 3, 4, 5, 6, 1], [1], [31, 0]]
+
+
+def test_an_end_token_ends_its_sequence_alone() -> None:
+    shape = Shape(64, 1, 4, 128, 32)
+    decoder = random_decoder(shape, dtype=torch.float64)
+    free = generate(decoder, PROMPTS_32, 10).run()
+    end = free[0][3]
+    cut = random_decoder(Shape(64, 1, 4, 128, 32, ends=(end,)), dtype=torch.float64)
+    generation = generate(cut, PROMPTS_32, 10)
+    steps = [*generation]
+    for text, whole in zip(generation.tokens, free, strict=True):
+        expected = whole[: whole.index(end) + 1] if end in whole else whole
+        assert text == expected
+    assert [step[0] for step in steps[4:]] == [None] * (len(steps) - 4)
+    assert generate(cut, PROMPTS_32, 10, stop_at_end=False).run() == free
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [({}, 4), ({"top_k": 2}, 2), ({"top_k": 1}, 1), ({"top_p": 0.6}, 2), ({"top_p": 1e-9}, 1), ({"top_p": 1.0}, 4)],
+)
+def test_draws_come_from_the_tokens_that_are_allowed(options: dict[str, Any], allowed: int) -> None:
+    """Probabilities 0.5, 0.3, 0.15, 0.05; the first two have 0.8, and the first alone less than 0.6."""
+    logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().expand(4000, 4)
+    sampling = Sampling(temperature=1.0, seed=3, **options)
+    drawn = sampling.choose(logits, sampling.generator(torch.device("cpu")))
+    order = [1, 3, 0, 2]
+    assert set(drawn.tolist()) == set(order[:allowed])
+    assert torch.equal(drawn, sampling.choose(logits, sampling.generator(torch.device("cpu"))))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (([], 3), "prompts: is empty"),
+        (([[]], 3), r"prompts\[0\]: expected at least one token"),
+        (([[1], [[2]]], 3), r"prompts\[1\]"),
+        (([[1, 32]], 3), "from 0 to 31"),
+        (([[-1]], 3), "from -1 to -1"),
+        (([[1]], 0), "max_new_tokens=0"),
+        (([[1] * 500], 13), "take 513 positions"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(arguments: tuple[Any, ...], words: str) -> None:
+    decoder = random_decoder(Shape(64, 1, 4, 128, 32), dtype=torch.float32)
+    with pytest.raises(nc.errors.ShapeError, match=words):
+        generate(decoder, *arguments)
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_wrong_samplings_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(nc.errors.SpecError, match=next(iter(options))):
+        Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": "mistral", "sliding_window": 16}, "sliding_window is 16"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_models_that_the_decoder_would_run_wrongly_are_refused(change: dict[str, Any], words: str) -> None:
+    from narrowcast.generate.shape import shape_of
+
+    config = {"model_type": "llama", **SMALL, **change}
+    config = {key: value for key, value in config.items() if value is not None}
+    with pytest.raises(nc.errors.ModelKindError, match=words):
+        shape_of(config)
+
+
+def test_the_shapes_have_as_many_weights_as_they_say() -> None:
+    for shape in (Shape(64, 2, 4, 128, 32, key_heads=2), Shape(64, 1, 4, 96, 32, tied=True, head_size=32)):
+        decoder = random_decoder(shape, dtype=torch.float32)
+        assert shape.weights == sum(one.numel() for one in decoder.parameters() if one.dim() == 2)
