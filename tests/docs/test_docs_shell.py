@@ -21,6 +21,7 @@ import torch
 from fences import ROOT, Block, all_blocks, blocks_of
 from running import run, started
 
+import byte_llama
 import narrowcast as nc
 from ports import free_port
 
@@ -120,7 +121,8 @@ def folder(tmp_path: Path) -> Path:
     parts = ("self_attn.q_proj", "mlp.up_proj", "input_layernorm")
     names = ["model.embed_tokens", *(f"model.layers.{i}.{part}" for i in range(2) for part in parts), "lm_head"]
     state = {f"{name}.weight": torch.randn(256) if "norm" in name else torch.randn(64, 256) for name in names}
-    for name in ("llama", "model", "folder"):
+    byte_llama.write(tmp_path / "llama", layers=2, max_shard_size="200kB")
+    for name in ("model", "folder"):
         nc.save(state, tmp_path / name, max_shard_size="200kB")
         (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
     np.save(tmp_path / "activations.npy", np.random.default_rng(0).standard_normal((32, 256), np.float32))
