@@ -106,11 +106,13 @@ def _wrong_meshes(rank: int) -> list[str]:
     for mesh in (init_device_mesh("cpu", (2, 2, 1)), init_device_mesh("cpu", (4,))):
         error, _ = faults.error_of(lambda mesh=mesh: nc.compress_gradients(DDP(Given(SHAPES)), process_group=mesh))
         found.append(str(error))
-    sub = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]))
+    all_of_them, others = (DeviceMesh("cpu", torch.tensor(ranks)) for ranks in ([[0, 1], [2, 3]], [[2], [3]]))
     alone = dist.new_group([0, 1])
     if rank < 2:
         ddp = DDP(Given(SHAPES), process_group=alone)
-        found.append(str(faults.error_of(lambda: nc.compress_gradients(ddp, process_group=sub))[0]))
+        for mesh in (all_of_them, others):
+            error, _ = faults.error_of(lambda mesh=mesh: nc.compress_gradients(ddp, process_group=mesh))
+            found.append(str(error))
     return found
 
 
@@ -120,7 +122,8 @@ def test_a_mesh_of_other_ranks_or_dimensions_is_refused() -> None:
         assert "process_group: a mesh for compress_gradients has two dimensions, hosts x local, not 3" in texts[0]
         assert "not 1" in texts[1]
     for texts in found[:2]:
-        assert "a mesh of 4 ranks, and the DistributedDataParallel has 2" in texts[2]
+        assert "a mesh of ranks [0, 1, 2, 3], and the DistributedDataParallel is on ranks [0, 1]" in texts[2]
+        assert "a mesh of ranks [2, 3], and the DistributedDataParallel is on ranks [0, 1]" in texts[3]
 
 
 # -- steps that do not count ------------------------------------------------------------------------------------------
