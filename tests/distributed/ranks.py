@@ -45,6 +45,13 @@ class Outcome:
     seconds: float = 0.0
 
 
+def start_server() -> None:
+    """Start the fork server, and wait until it has imported what it is to import."""
+    process = _context.Process(target=time.sleep, args=(0,))
+    process.start()
+    process.join()
+
+
 AMBIENT = False
 """Whether each call of a collective runs in other surroundings, in turn (conftest.py sets it)."""
 
