@@ -20,9 +20,9 @@ def slowdown() -> float:
     return max(1.0, float(average) / _cores(), int(now.split("/")[0]) / _cores())
 
 
-def within(seconds: float, most: float = MOST_SECONDS) -> float:
-    """A limit of so many seconds, on this machine as it is now."""
-    return max(seconds, min(most, seconds * slowdown()))
+def within(seconds: float, most: float = MOST_SECONDS, idle: float = 1.0) -> float:
+    """A limit of so many seconds, on this machine as it is now. Where `idle` threads want each core, it is as ever."""
+    return max(seconds, min(most, seconds * slowdown() / idle))
 
 
 def _cores() -> int:

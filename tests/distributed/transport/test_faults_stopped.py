@@ -21,7 +21,7 @@ from narrowcast.errors import CollectiveError
 
 pytestmark = pytest.mark.timeout(60)
 
-LIMIT = 2.0
+LIMIT = float(round(within(2.0, most=5.0, idle=3.0)))  # in which a call must go well, and so must what a test scripts
 OVER = 1.1 * LIMIT + 0.15  # the tests' own allowance for a loaded machine
 
 
@@ -123,7 +123,7 @@ def test_a_rank_is_not_blamed_for_waiting_itself(first: int) -> None:
     for outcome in outcomes:
         assert outcome.error is None, outcome.trace
         error, right = outcome.value
-        assert "rank 2 did not answer rank 0 within 4 s" in error
+        assert f"rank 2 did not answer rank 0 within {2 * LIMIT:g} s" in error
         assert right
 
 
@@ -232,7 +232,7 @@ def test_a_new_group_of_the_others_works_while_the_rank_is_stopped() -> None:
     stopped_until = []
 
     def meanwhile(processes: list[Any]) -> None:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + within(15, most=40.0)
         while any(process.is_alive() for process in processes[:2]):
             assert time.monotonic() < deadline
             time.sleep(0.02)
