@@ -5,6 +5,8 @@ A new test in them gets that for free. One with many sets of parameters is surro
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import ranks
 
@@ -24,6 +26,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             surrounded.setdefault((item.path, item.originalname), []).append(item)
     extra = {id(item) for found in surrounded.values() for item in (found[:1] + found[2:] if found[1:] else [])}
     items[:] = [item for item in items if id(item) not in extra]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server that forks ranks. It imports torch: on a loaded machine longer than the first test may take."""
+    here = Path(__file__).parent
+    if not session.config.option.collectonly and any(here in item.path.parents for item in session.items):
+        ranks.start_server()
 
 
 @pytest.fixture

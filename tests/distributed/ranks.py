@@ -24,6 +24,7 @@ from typing import Any
 import one_gpu
 import torch
 import torch.distributed as dist
+from patience import within
 
 from ambient import surround_in_turn
 from ports import free_port
@@ -42,6 +43,13 @@ class Outcome:
     trace: str = ""
     exitcode: int | None = None
     seconds: float = 0.0
+
+
+def start_server() -> None:
+    """Start the fork server, and wait until it has imported what it is to import."""
+    process = _context.Process(target=time.sleep, args=(0,))
+    process.start()
+    process.join()
 
 
 AMBIENT = False
@@ -81,7 +89,8 @@ def outcomes_of(
     nccl: bool = False,
     meanwhile: Callable[[list[Any]], None] | None = None,
 ) -> list[Outcome]:
-    """What became of every rank. `meanwhile(processes)` runs here while they do; none may outlive `timeout` seconds.
+    """What became of every rank. `meanwhile(processes)` runs here while they do; none may outlive `timeout` seconds,
+    of which a machine that has more to do gets more (patience.py).
 
     The group's store is a file, or with `tcp` a server in the process of rank 0. With `nccl`, CUDA tensors travel over
     NCCL, and all ranks share a GPU.
@@ -102,7 +111,7 @@ def outcomes_of(
         try:
             if meanwhile is not None:
                 meanwhile(processes)
-            _collect(pipes, processes, outcomes, time.monotonic() + timeout)
+            _collect(pipes, processes, outcomes, time.monotonic() + within(timeout, most=50.0))
         except AssertionError as error:
             raise AssertionError(f"{error}\n{_stacks(Path(folder), processes)}") from error
         finally:

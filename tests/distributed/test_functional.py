@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from patience import within
 from ranks import outcomes_of, run
 from torch import Tensor
 from torch.distributed.nn import functional as theirs
@@ -347,7 +348,7 @@ def test_a_backward_that_others_do_not_join_raises_at_the_groups_timeout() -> No
     outcome = outcomes_of(2, one_sided, group_timeout=1.5)[0]
     assert isinstance(outcome.error, CollectiveError)
     assert "rank 1" in str(outcome.error)
-    assert outcome.seconds < 4
+    assert outcome.seconds < within(4)
 
 
 # -- torch.compile --------------------------------------------------------------------------------------------------

@@ -79,7 +79,15 @@ def check_mesh(given: DeviceMesh, name: str, op: str) -> None:
 
 
 def mesh_of(given: DeviceMesh, device: torch.device, purpose: str, everyone: Group) -> Mesh:
-    between, within = (group_for(given.get_group(dim), device, purpose) for dim in range(2))
+    """The groups of a mesh. A rank's place on its host is its column: those of a column sum the same part."""
+    if bool((given.mesh[:, 1:] > given.mesh[:, :-1]).all()):
+        between, within = (group_for(given.get_group(dim), device, purpose) for dim in range(2))
+        return Mesh(everyone, within, between)
+    # torch numbers the ranks of a group in ascending order, which is not that of the columns here.
+    host, place = given.get_coordinate() or (0, 0)
+    default = c10d._get_default_group()
+    within = subset_for(default, device, f"{purpose} of a row", given.mesh[host].tolist())
+    between = subset_for(default, device, f"{purpose} of a column", given.mesh[:, place].tolist())
     return Mesh(everyone, within, between)
 
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from ranks import run
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
 from cases import mixed, same_bits
@@ -173,9 +174,28 @@ def test_a_mesh_writes_into_views() -> None:
     run(2, in_views)
 
 
-def outside(rank: int) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
+def in_any_order(rank: int) -> list[Tensor]:
+    """torch numbers the ranks of a group in ascending order, whatever the order of a mesh's row is."""
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]))
+    for numel in (1, 300, 5000):
+        x = torch.arange(float(numel)) * (rank + 1)
+        ncd.all_reduce(x, group=mesh, codec="raw")
+        assert torch.equal(x, 10 * torch.arange(float(numel)))
+    ddp = DistributedDataParallel(torch.nn.Linear(70, 60))
+    compression = nc.compress_gradients(ddp, "int4", process_group=mesh, seed=1)
+    ddp(mixed(70, seed=rank)).square().sum().backward()
+    assert compression.state_dict()["place"] == (0 if rank in (0, 3) else 1)
+    assert ddp.module.weight.grad is not None
+    return [ddp.module.weight.grad]
 
+
+def test_rows_of_a_mesh_may_name_their_ranks_in_any_order() -> None:
+    first, *rest = run(4, in_any_order)
+    for other in rest:
+        assert all(map(same_bits, first, other))
+
+
+def outside(rank: int) -> None:
     mesh = DeviceMesh("cpu", torch.tensor([[0], [1]]))
     x = torch.full((10,), float(rank + 1))
     ncd.all_reduce(x, group=mesh, codec="raw")

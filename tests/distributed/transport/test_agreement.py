@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from patience import within
 
 from narrowcast import codec as as_codec
 from narrowcast import distributed as ncd
@@ -209,7 +210,7 @@ def test_a_rank_that_dies_in_the_second_trip_is_named_by_all_that_do_not_know_wh
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].trace
         (first, seconds), (second, _) = outcomes[rank].value
-        assert seconds < 3.0
+        assert seconds < within(3.0)
         if type(first) is MismatchError:  # it had the statement of the dead
             assert "rank 1 called" in str(first)
             told += 1
@@ -226,7 +227,7 @@ def test_a_rank_that_is_late_in_the_second_trip_is_named_at_the_timeout() -> Non
     for (first, seconds), (second, _) in (outcomes[0], outcomes[2]):
         assert type(first) is CollectiveError
         assert "rank 1 did not answer" in str(first)
-        assert seconds < 2.5
+        assert seconds < within(2.5)
         assert second is None
     assert outcomes[1][1][0] is None
 

@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from patience import within
 
 from narrowcast import distributed as ncd
 from narrowcast.errors import CollectiveError
@@ -48,19 +49,19 @@ def _check_survivors(outcomes: list[ranks.Outcome], op: str, victim: int, first_
         (first, seconds), (again, seconds_again), (other, seconds_other) = outcome.value
         assert type(first) is CollectiveError, first
         assert str(first).startswith(f"{op}: rank {victim} is gone"), (rank, str(first))
-        assert seconds < SOON
+        assert seconds < within(SOON)
         for later, name, took in ((again, op, seconds_again), (other, "all_reduce", seconds_other)):
             assert type(later) is CollectiveError
             assert str(later).startswith((f"{name}: ", f"{name} (after {op}): "))
             assert f"rank {victim} is gone" in str(later)
-            assert took < AT_ONCE
+            assert took < within(AT_ONCE)
 
 
 def _kill(world: int, op: str, place: str, victim: int, *, numel: int = faults.NUMEL, **options: Any) -> None:
     async_op = options.pop("async_op", False)
     start = time.monotonic()
     outcomes = ranks.outcomes_of(world, _survive, op, place, victim, numel, async_op, timeout=8, **options)
-    assert time.monotonic() - start < 10, "processes take long to exit"
+    assert time.monotonic() - start < within(10), "processes take long to exit"
     _check_survivors(outcomes, op, victim)
 
 
@@ -93,7 +94,7 @@ def test_a_broadcast_fails_where_a_piece_is_missing_and_the_source_raises_in_its
     (first, _), (later, seconds), _ = outcomes[0].value
     assert first is None or "rank 1 is gone" in str(first), "the source has every piece, and may be done before"
     assert "rank 1 is gone" in str(later)
-    assert seconds < SOON
+    assert seconds < within(SOON)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -129,7 +130,7 @@ def test_survivors_raise_soon_where_a_row_is_half_way_through_when_the_rank_dies
         error, raised_at = outcome.value
         assert type(error) is CollectiveError
         assert str(error).startswith("all_reduce: rank 1 is gone")
-        assert raised_at - killed_at[0] < SOON
+        assert raised_at - killed_at[0] < within(SOON)
 
 
 @pytest.mark.parametrize("place", ["encoding", "stage two"])
@@ -161,7 +162,7 @@ def test_a_rank_that_got_all_rows_may_finish_and_raises_in_its_next_call() -> No
         assert right if error is None else "rank 2 is gone" in str(error)
         assert type(later) is CollectiveError
         assert "rank 2 is gone" in str(later)
-        assert max(seconds, seconds_later) < SOON
+        assert max(seconds, seconds_later) < within(SOON)
 
 
 def _message(rank: int, sender_dies: bool) -> Any:
@@ -185,5 +186,5 @@ def test_a_message_whose_other_end_dies_raises(sender_dies: bool) -> None:
     for error in (first, again):
         assert type(error) is CollectiveError
         assert str(error).startswith(f"{name}: rank {victim} is gone")
-    assert seconds < SOON
-    assert seconds_again < AT_ONCE
+    assert seconds < within(SOON)
+    assert seconds_again < within(AT_ONCE)

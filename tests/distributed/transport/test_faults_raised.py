@@ -16,6 +16,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from patience import within
 from torch import Tensor
 
 import cases
@@ -70,7 +71,7 @@ def test_all_ranks_raise_and_the_next_collective_works(world: int, op: str, plac
         else:
             assert type(error) is CollectiveError
             assert str(error).startswith(f"{op}: rank 0 failed in it: MemoryError: no room left for codes.")
-        assert seconds < SOON
+        assert seconds < within(SOON)
         assert torch.allclose(tensor, total, atol=1e-5)
 
 
@@ -103,7 +104,7 @@ def _interrupted(rank: int, async_op: bool) -> Any:
     ncd.all_reduce(torch.ones(10))
     dist.barrier()
     if rank == 1:
-        time.sleep(1.0)  # keeps rank 0 waiting
+        time.sleep(2.0)  # keeps rank 0 waiting
         return faults.error_of(lambda: ncd.all_reduce(torch.ones(10)))
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 
@@ -119,17 +120,17 @@ def _interrupted(rank: int, async_op: bool) -> Any:
 def test_an_interrupt_in_wait_is_prompt() -> None:
     (error, seconds), (other, _) = ranks.run(2, _interrupted, True, timeout=20)
     assert type(error) is KeyboardInterrupt
-    assert seconds < 0.9, "it came before the other rank did"
+    assert seconds < within(0.9, most=1.9), "it came before the other rank did"
     assert other is None or "rank 0" in str(other)
 
 
 def test_an_interrupt_in_a_synchronous_collective_ends_it_on_all_ranks() -> None:
     (error, seconds), (other, seconds_other) = ranks.run(2, _interrupted, False, timeout=20)
     assert type(error) is KeyboardInterrupt
-    assert seconds < 1.0 + SOON, "as soon as its wait ends"
+    assert seconds < within(2.0 + SOON), "as soon as its wait ends"
     assert type(other) is CollectiveError
     assert "rank 0 failed in it: KeyboardInterrupt" in str(other)
-    assert seconds_other < SOON
+    assert seconds_other < within(SOON)
 
 
 # -- non-finite values ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from patience import within
 
 from narrowcast import distributed as ncd
 from narrowcast.distributed.transport import group as peers
@@ -20,7 +21,7 @@ from narrowcast.errors import CollectiveError
 
 pytestmark = pytest.mark.timeout(60)
 
-LIMIT = 2.0
+LIMIT = float(round(within(2.0, most=5.0, idle=3.0)))  # in which a call must go well, and so must what a test scripts
 OVER = 1.1 * LIMIT + 0.15  # the tests' own allowance for a loaded machine
 
 
@@ -66,7 +67,7 @@ def _check(outcomes: list[ranks.Outcome], op: str, victim: int) -> None:
             assert type(error) is CollectiveError, error
             assert str(error).startswith(op)
             assert n > 0 or f"rank {victim} did not answer" in str(error)
-            assert rank == victim or 0.8 * LIMIT < seconds < OVER
+            assert rank == victim or 0.8 * LIMIT < seconds < within(OVER)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_a_rank_is_not_blamed_for_waiting_itself(first: int) -> None:
     for outcome in outcomes:
         assert outcome.error is None, outcome.trace
         error, right = outcome.value
-        assert "rank 2 did not answer rank 0 within 4 s" in error
+        assert f"rank 2 did not answer rank 0 within {2 * LIMIT:g} s" in error
         assert right
 
 
@@ -183,7 +184,7 @@ def test_a_rank_that_does_not_come_to_the_first_collective_may_come_to_the_next(
         assert type(error) is CollectiveError
         reason = "the store of the group does not answer" if tcp else f"rank {victim} did not come"
         assert reason in str(error)
-        assert seconds < OVER
+        assert seconds < within(OVER)
         assert right
 
 
@@ -212,7 +213,7 @@ def test_ranks_that_were_a_call_apart_when_it_failed_are_in_step_again() -> None
         assert (first, value) == ((MemoryError, 3.0) if rank == 2 else (type(None), 1.0))
         assert type(second) is CollectiveError
         assert "rank 2 did not answer" in str(second)
-        assert seconds < OVER
+        assert seconds < within(OVER)
         assert right == [True, True]
 
 
@@ -231,7 +232,7 @@ def test_a_new_group_of_the_others_works_while_the_rank_is_stopped() -> None:
     stopped_until = []
 
     def meanwhile(processes: list[Any]) -> None:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + within(15, most=40.0)
         while any(process.is_alive() for process in processes[:2]):
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -244,5 +245,5 @@ def test_a_new_group_of_the_others_works_while_the_rank_is_stopped() -> None:
         assert outcome.error is None, outcome.trace
         (error, seconds), right = outcome.value
         assert type(error) is CollectiveError
-        assert seconds < OVER
+        assert seconds < within(OVER)
         assert right

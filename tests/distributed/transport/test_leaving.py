@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import within
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,7 +32,7 @@ def _leave(way: str, tmp_path: Path) -> list[tuple[int, float, str]]:
         for how, rank, store in ((way, 0, "store"), (way, 1, "store"), ("plain", 0, "store of its own"))
     ]
     ends: dict[int, float] = {}
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + within(30, most=50.0)
     try:
         while len(ends) < 3:
             assert time.monotonic() < deadline, f"process {set(range(3)) - set(ends)} does not end"
@@ -54,13 +55,13 @@ def _leave(way: str, tmp_path: Path) -> list[tuple[int, float, str]]:
 def test_a_process_ends_soon_and_silently(way: str, tmp_path: Path) -> None:
     for code, seconds, err in _leave(way, tmp_path):
         assert code == (5 if way == "hang" else 0), err
-        assert seconds < SOON
+        assert seconds < within(SOON)
         assert err == ""
 
 
 def test_a_script_that_raises_shows_its_own_traceback_only(tmp_path: Path) -> None:
     (code, seconds, err), _ = _leave("raise", tmp_path)
     assert code == 1
-    assert seconds < SOON
+    assert seconds < within(SOON)
     assert err.count("Traceback") == 1
     assert err.strip().endswith("LookupError: the script's own")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from patience import within
 
 from narrowcast.distributed.transport.failures import Board, Failure, _missing
 from narrowcast.distributed.transport.gloo_connections import Gloo
@@ -108,7 +109,7 @@ def test_those_who_did_not_come_are_named_when_the_time_is_over() -> None:
     with ThreadPoolExecutor(3) as pool:
         said = list(pool.map(lambda rank: boards[rank][0].meet(0, threading.Event()), there))
     assert said == ["ranks 1, 4 did not come"] * 3
-    assert 1.9 < time.monotonic() - start < 2.6
+    assert 1.9 < time.monotonic() - start < within(2.6)
 
 
 def test_it_takes_few_requests_to_find_the_few_that_are_missing_among_many() -> None:
@@ -127,7 +128,7 @@ def test_a_failure_ends_a_meeting_at_once_and_one_that_comes_later_too() -> None
     threading.Timer(0.3, lambda: boards[2][0].report(0, failure)).start()
     assert boards[0][0].meet(0, threading.Event()) == "the other ranks gave up"
     assert boards[1][0].meet(0, threading.Event()) == "the other ranks gave up"
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < within(2.0)
 
 
 def test_a_meeting_of_a_group_that_is_destroyed_ends() -> None:
@@ -136,4 +137,4 @@ def test_a_meeting_of_a_group_that_is_destroyed_ends() -> None:
     threading.Timer(0.2, closing.set).start()
     start = time.monotonic()
     assert board.meet(0, closing) != ""
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < within(2.0)

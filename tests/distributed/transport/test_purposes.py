@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from patience import within
 from torch.distributed import distributed_c10d as c10d
 
 from narrowcast import codec as as_codec
@@ -131,7 +132,7 @@ def test_a_call_that_some_ranks_gave_up_with_another_is_given_up_by_all_and_the_
         assert kind is CollectiveError
         assert "boom" in text
         assert "all_reduce (after something)" in text
-        assert seconds < 5.0
+        assert seconds < within(5.0)
         assert later == [3.0, 6.0, 9.0]
         assert rank == 0 or "boom" in other
         assert after == 3.0

@@ -56,10 +56,11 @@ def _watch_momentum(state: GradientCompression, parameters: Sequence[Tensor], ra
 def _check_mesh(given: Given, ddp: Any) -> None:
     if isinstance(given, DeviceMesh):
         check_mesh(given, "process_group", "compress_gradients")
-        if given.size() != ddp.process_group.size():
+        of_mesh, of_ddp = sorted(given.mesh.flatten().tolist()), sorted(dist.get_process_group_ranks(ddp.process_group))
+        if of_mesh != of_ddp:
             raise ShapeError(
-                f"process_group: a mesh of {given.size()} ranks, and the DistributedDataParallel has "
-                f"{ddp.process_group.size()}. Give it a mesh of the ranks that the model is on."
+                f"process_group: a mesh of ranks {of_mesh}, and the DistributedDataParallel is on ranks {of_ddp}. Give "
+                "it a mesh of the ranks that the model is on."
             )
 
 
