@@ -75,7 +75,7 @@ def test_every_step_leaves_the_bits_of_the_model_on_every_rank(world: int) -> No
                 assert all(same_bits(kept[name], residual) for name, residual in of_model.items()), (spec, rank)
 
 
-# -- what is sent, what is owed ---------------------------------------------------------------------------------------
+# -- what is sent, and the residuals ----------------------------------------------------------------------------------
 
 EXACT = ("int8", "int4", "int2", "nf4")
 TEN = 10
@@ -122,7 +122,7 @@ def test_sent_plus_residual_is_what_was_meant_on_both_ways(case: int, ten_steps:
 
 
 @pytest.mark.parametrize("case", range(len(EXACT) + 1), ids=(*EXACT, "sign"))
-def test_what_was_applied_and_what_is_owed_add_up_to_the_true_averages(case: int, ten_steps: list[Any]) -> None:
+def test_what_was_applied_and_the_residuals_add_up_to_the_true_averages(case: int, ten_steps: list[Any]) -> None:
     """Over ten steps: applied + owner's residual + average of the senders' residuals = sum of true averages.
 
     Residuals are exact but for one rounding each, so only these roundings are left, of u = 2**-24 of their result: at

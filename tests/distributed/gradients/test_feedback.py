@@ -1,4 +1,4 @@
-"""Error feedback: what was sent and what is still owed are what was meant, at both quantizations."""
+"""Error feedback: what was sent plus the residual is what was meant, at both quantizations."""
 
 from __future__ import annotations
 

@@ -109,6 +109,42 @@ def test_runs_go_on_with_more_and_with_fewer_ranks() -> None:
     assert [state["step"] for state in dropped] == [4] * 3
 
 
+def _gradients(rank: int, states: list[Any] | None, factors: list[float]) -> list[dict[str, torch.Tensor]]:
+    """The gradients of one batch, times each factor, one step after the other."""
+    ddp = DDP(trained.mlp(width=25), bucket_cap_mb=0.002)
+    compression = nc.compress_gradients(ddp, "int4")
+    if states is not None:
+        compression.load_state_dict(states, residuals="redistribute")
+    batch = trained.batch(rank, 0)
+    steps = []
+    for factor in factors:
+        ddp.zero_grad()
+        (ddp(batch).sum() * factor).backward()
+        steps.append({name: p.grad.clone() for name, p in ddp.module.named_parameters() if p.grad is not None})
+    assert not compression.state_dict()["sender"]
+    assert "everyone" not in compression.state_dict() or states is None
+    return steps
+
+
+def test_one_rank_adds_the_residuals_of_all_to_the_first_step_that_is_applied() -> None:
+    states = run(3, _trained, None, None)
+    (plain,) = run(1, _gradients, None, [1.0])[0]
+    overflow, first, second = run(1, _gradients, states, [float("nan"), 1.0, 1.0])[0]
+    assert states[0]["sender"]
+    for name, gradient in plain.items():
+        expected = gradient.clone()
+        if name in states[0]["sender"]:
+            senders = torch.stack([state["sender"][name].double() for state in states]).mean(0)
+            owners = torch.cat([state["owner"][name] for state in states]).double()
+            assert float((senders + owners).abs().max()) > 0
+            expected = (gradient.double().flatten() + senders + owners).view_as(gradient).float()
+        assert not overflow[name].isfinite().all()
+        # Three divisions by 3, four sums and the last rounding, each of 2**-24 of values below 64.
+        assert expected.abs().max() < 64
+        assert float((first[name] - expected).abs().max()) <= 8 * 64 * 2.0**-24
+        assert torch.equal(second[name], gradient)
+
+
 def _wrong(rank: int, states: list[Any]) -> list[BaseException | None]:
     compression = nc.compress_gradients(DDP(trained.mlp(width=25)), "int4")
     before = compression.state_dict()

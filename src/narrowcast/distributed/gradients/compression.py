@@ -151,10 +151,11 @@ class GradientCompression:
         call = Call("compress_gradients", self.codec or lossless(dtype), self._words() + also, sizes=None)
         Collective(group, call, lambda collective: collective.agree(), name="gradients").run_in_lane()
 
-    def check_alone(self) -> None:
-        """Raise if there is one rank, and what was loaded is of one of several."""
-        if self._loaded is not None:
-            saved.check_holder(Holder(1, 0), self._loaded)
+    def loaded_of_all(self) -> Sequence[Mapping[str, Any]]:
+        """The loaded states of all ranks that saved, where there is one rank now. One of several ranks is refused."""
+        loaded = self._loaded or {}
+        saved.check_holder(Holder(1, 0), loaded)
+        return loaded.get("everyone", ())  # type: ignore[no-any-return]
 
     def _mode_of(self, codec: Codec | None) -> Mode:
         return mode_of(self._feedback, codec, self.timetable.schedule, self._second_moment)

@@ -23,6 +23,7 @@ from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, check
 from narrowcast.distributed.gradients.momentum import FormedMomentum
 from narrowcast.distributed.gradients.options import numbers
 from narrowcast.distributed.gradients.outcome import Outcome
+from narrowcast.distributed.gradients.redistribution import added_to_average
 from narrowcast.distributed.gradients.reduction import Bucket, FlatBucket, Reduction
 from narrowcast.distributed.meshes import Given, check_mesh, size_of
 from narrowcast.distributed.protocols.mesh import Mesh
@@ -89,7 +90,7 @@ def average_bucket(
 ) -> torch.futures.Future[Tensor]:
     """Average a bucket over all ranks, in place: a future of it. Offsets are counted in elements of the buffer."""
     if size_of(state.process_group, "compress_gradients") <= 1:
-        return _alone(state, buffer, last)
+        return _alone(state, buffer, parameters, offsets, index == 0, last)
     group = state.agree(state.process_group, buffer)
     plain_bytes = _plain_bytes(buffer, group)
     if state.idle:
@@ -224,9 +225,27 @@ def _layout(
     return state.layouts[key]
 
 
-def _alone(state: GradientCompression, buffer: Tensor, last: bool) -> torch.futures.Future[Tensor]:
-    """The average of one rank."""
-    state.check_alone()
+def _alone(
+    state: GradientCompression,
+    buffer: Tensor,
+    parameters: Sequence[Tensor],
+    offsets: Sequence[int],
+    first: bool,
+    last: bool,
+) -> torch.futures.Future[Tensor]:
+    """The average of one rank. Residuals of several ranks, from before, are added in the first step that is applied."""
+    states = state.loaded_of_all()
+    if states and state.momentum is None:
+        outcome = state.outcome_of(first)
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            residual = added_to_average(states, state.parameters.name_of(parameter))
+            if residual is not None:
+                gradient = buffer[offset : offset + residual.numel()]
+                gradient.copy_(gradient.float().add_(residual.to(buffer.device)))
+        outcome.note(buffer)
+        outcome.complete = last
+        if last and outcome.applies:
+            state.forget()
     state.step += last
     averaged: torch.futures.Future[Tensor] = torch.futures.Future()
     averaged.set_result(buffer)

@@ -2,7 +2,8 @@
 
 What counts of the senders' residuals is what they add to the average: over N ranks, 1/N of their sum. So each of the
 ranks that hold an element now is given the same residual, such that this stays as it was. An owner's residual belongs
-to an element of the average, and goes to whoever owns that element now.
+to an element of the average, and goes to whoever owns that element now. With one rank nothing is quantized: both are
+added to its gradients, once.
 """
 
 from __future__ import annotations
@@ -60,6 +61,15 @@ def redistributed(states: Sequence[State], here: Holder) -> State:
         if senders is not None:
             dealt["sender"][name] = senders[span.sent] * (here.ranks / (here.hosts or here.ranks))
     return dealt
+
+
+def added_to_average(states: Sequence[State], name: str) -> Tensor | None:
+    """What the residuals of all ranks that saved add to the average of a parameter, in one step without a codec."""
+    numel = sum(state["owner"][name].numel() for state in states if name in state["owner"])
+    if not numel:
+        return None
+    senders, owners = _together(name, numel, states)
+    return owners if senders is None else senders + owners
 
 
 class _Span(NamedTuple):

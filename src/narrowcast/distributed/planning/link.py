@@ -6,8 +6,8 @@ it, and all ranks send and receive at once while it does:
 - the two-stage reduction of a few elements, which is two trips: `latency_s` is one of them, headers, thread switches
   and Python included;
 - a stream of rows between all ranks on the lane's own wire, long enough to fill it: `bandwidth_bytes_per_s`;
-- the same two for the rival, torch's own all_reduce of the group: `step_s` and `ring_bytes_per_s`. gloo and NCCL have
-  ways of their own to fill a link, so the one cannot be told from the other.
+- the same two for torch's own all_reduce of the group, its competitor: `step_s` and `ring_bytes_per_s`. gloo and NCCL
+  have ways of their own to fill a link, so the one cannot be told from the other.
 
 A time is that of the slowest rank, in the best of a few rounds: what else a machine does can only add. `slowest` hands
 every rank the same float64 numbers, bit for bit: what is decided from them alone is decided alike on all ranks.
@@ -124,7 +124,7 @@ def measure_link(
 ) -> Link:
     """Measure the link between the ranks of `group`, for tensors on `device`; every rank gets the same numbers.
 
-    `dtype` is what the rival's all_reduce sends, `purpose` says whose lane and wire are used. Where ranks share hosts,
+    `dtype` is what torch's all_reduce sends, `purpose` says whose lane and wire are used. Where ranks share hosts,
     rows are those between the hosts of a `mesh`, of all places at once. All ranks of the group must call it, as for any
     collective.
     """
