@@ -58,11 +58,12 @@ def forms() -> list[tuple[object, object]]:
         apart,
         (levels[order], codes[order]),
         ([LEVELS[place] for place in order], [CODES[place] for place in order]),
+        (levels.numpy(), codes.numpy()),
         (levels.view(1, 5), codes.view(5, 1)),
     ]
 
 
-@pytest.mark.parametrize("form", range(9))
+@pytest.mark.parametrize("form", range(10))
 def test_levels_may_be_lists_views_and_in_any_order(form: int) -> None:
     levels, codes = forms()[form]
     x, expected = torch.tensor(X), [CODES[LEVELS.index(level)] for level in NEAREST]
@@ -75,6 +76,17 @@ def test_levels_may_be_lists_views_and_in_any_order(form: int) -> None:
     assert [int(float_to_apot(number, levels, codes, torch.tensor([1.0]))) for number in X] == expected
     assert [float(apot_to_float(code, levels, codes)) for code in expected] == NEAREST
     assert [float(quant_dequant_util(number, levels, codes)) for number in X] == NEAREST
+
+
+def test_integers_are_fake_quantized_as_the_floats_they_are_and_alpha_may_be_a_number() -> None:
+    observer = APoTObserver(4, 2)
+    observer(torch.tensor([0.0, 1.7]))
+    alpha, *rest = observer.calculate_qparams(False)
+    x = torch.tensor([0, 1, 2, -3])
+    expected = apot.quant_dequant_APoT(x.float(), alpha, *rest)
+    assert expected.tolist() == pytest.approx([0.0, 1.7 * 2 / 3, 1.7, 0.0])
+    assert torch.equal(apot.quant_dequant_APoT(x, alpha, *rest), expected)
+    assert torch.equal(apot.quant_dequant_APoT(x.float(), float(alpha), *rest), expected)
 
 
 def test_a_view_with_the_address_and_length_of_another_is_not_taken_for_it() -> None:
@@ -101,6 +113,14 @@ def test_a_view_with_the_address_and_length_of_another_is_not_taken_for_it() -> 
         (lambda: apot_to_float(-1, LEVELS, CODES), PayloadError, "x_apot: holds a code"),
         (lambda: apot_to_float(torch.tensor([1.5]), LEVELS, CODES), PayloadError, "x_apot: holds a code"),
         (lambda: apot_to_float(1, [0.0, 1.0], [0, 2]), PayloadError, "x_apot: holds a code"),
+        (lambda: apot_to_float(1.5, LEVELS, CODES), PayloadError, "x_apot: holds a code"),
+        (lambda: apot_to_float([1, 2.5], LEVELS, CODES), PayloadError, "x_apot: holds a code"),
+        (lambda: apot_to_float("1", LEVELS, CODES), RuntimeError, "x_apot: expected numbers"),
+        (lambda: float_to_apot(None, LEVELS, CODES, 1.0), RuntimeError, "x: expected numbers"),
+        (lambda: float_to_apot(0.1, LEVELS, CODES, "1"), RuntimeError, "alpha: expected numbers"),
+        (lambda: quant_dequant_util(torch.tensor([1j]), LEVELS), RuntimeError, "x: expected real numbers"),
+        (lambda: APoTObserver(4, 2).calculate_qparams(False, torch.zeros(3), torch.ones(3)), ShapeError, "min_val and"),
+        (lambda: LinearAPoT(torch.empty(0, 4), 4, 2), AssertionError, "weight2quantize: it is"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(call: object, error: type[Exception], message: str) -> None:
