@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
+from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver, QConfigMapping
 
 from narrowcast.compat import apot
 from narrowcast.compat.apot import (
@@ -58,11 +58,12 @@ def forms() -> list[tuple[object, object]]:
         apart,
         (levels[order], codes[order]),
         ([LEVELS[place] for place in order], [CODES[place] for place in order]),
+        (levels.numpy(), codes.numpy()),
         (levels.view(1, 5), codes.view(5, 1)),
     ]
 
 
-@pytest.mark.parametrize("form", range(9))
+@pytest.mark.parametrize("form", range(10))
 def test_levels_may_be_lists_views_and_in_any_order(form: int) -> None:
     levels, codes = forms()[form]
     x, expected = torch.tensor(X), [CODES[LEVELS.index(level)] for level in NEAREST]
@@ -75,6 +76,17 @@ def test_levels_may_be_lists_views_and_in_any_order(form: int) -> None:
     assert [int(float_to_apot(number, levels, codes, torch.tensor([1.0]))) for number in X] == expected
     assert [float(apot_to_float(code, levels, codes)) for code in expected] == NEAREST
     assert [float(quant_dequant_util(number, levels, codes)) for number in X] == NEAREST
+
+
+def test_integers_are_fake_quantized_as_the_floats_they_are_and_alpha_may_be_a_number() -> None:
+    observer = APoTObserver(4, 2)
+    observer(torch.tensor([0.0, 1.7]))
+    alpha, *rest = observer.calculate_qparams(False)
+    x = torch.tensor([0, 1, 2, -3])
+    expected = apot.quant_dequant_APoT(x.float(), alpha, *rest)
+    assert expected.tolist() == pytest.approx([0.0, 1.7 * 2 / 3, 1.7, 0.0])
+    assert torch.equal(apot.quant_dequant_APoT(x, alpha, *rest), expected)
+    assert torch.equal(apot.quant_dequant_APoT(x.float(), float(alpha), *rest), expected)
 
 
 def test_a_view_with_the_address_and_length_of_another_is_not_taken_for_it() -> None:
@@ -101,6 +113,14 @@ def test_a_view_with_the_address_and_length_of_another_is_not_taken_for_it() -> 
         (lambda: apot_to_float(-1, LEVELS, CODES), PayloadError, "x_apot: holds a code"),
         (lambda: apot_to_float(torch.tensor([1.5]), LEVELS, CODES), PayloadError, "x_apot: holds a code"),
         (lambda: apot_to_float(1, [0.0, 1.0], [0, 2]), PayloadError, "x_apot: holds a code"),
+        (lambda: apot_to_float(1.5, LEVELS, CODES), PayloadError, "x_apot: holds a code"),
+        (lambda: apot_to_float([1, 2.5], LEVELS, CODES), PayloadError, "x_apot: holds a code"),
+        (lambda: apot_to_float("1", LEVELS, CODES), RuntimeError, "x_apot: expected numbers"),
+        (lambda: float_to_apot(None, LEVELS, CODES, 1.0), RuntimeError, "x: expected numbers"),
+        (lambda: float_to_apot(0.1, LEVELS, CODES, "1"), RuntimeError, "alpha: expected numbers"),
+        (lambda: quant_dequant_util(torch.tensor([1j]), LEVELS), RuntimeError, "x: expected real numbers"),
+        (lambda: APoTObserver(4, 2).calculate_qparams(False, torch.zeros(3), torch.ones(3)), ShapeError, "min_val and"),
+        (lambda: LinearAPoT(torch.empty(0, 4), 4, 2), AssertionError, "weight2quantize: it is"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(call: object, error: type[Exception], message: str) -> None:
@@ -120,7 +140,7 @@ def quantized() -> TensorAPoT:
 def test_codes_are_assigned_and_those_out_of_range_are_refused() -> None:
     tensor = quantized()
     before = tensor.data
-    for wrong in (torch.tensor([16]), torch.tensor([-1]), torch.tensor([300]), torch.tensor([2.5])):
+    for wrong in (torch.tensor([16]), torch.tensor([-1]), torch.tensor([300]), torch.tensor([2.5]), [1.5]):
         with pytest.raises(PayloadError, match="data: codes of this quantizer are whole numbers from 0 to 15"):
             tensor.data = wrong
         with pytest.raises(PayloadError, match="data: "):
@@ -299,3 +319,57 @@ def test_a_prepared_model_converts_and_computes_the_same(name: str) -> None:
     assert convert_fx(plain)(x).shape == (5, 5)
     with pytest.raises(ModelKindError, match="graph_module: "):
         convert_fx(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+class Odd(nn.Module):
+    """A layer that is called twice, an activation that shares its observer, a transposed convolution, a fused pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.up = nn.Linear(6, 6), nn.ConvTranspose1d(1, 2, 3)
+        self.pair = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.twice(x).relu())
+        return self.pair(self.up(x.unsqueeze(1))).flatten(1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("name", ["apot_weight_qconfig_4bit", "apot_qconfig_8bit"])
+def test_shared_fused_and_transposed_layers_convert_under_a_qconfig_for_all(name: str, trained: bool) -> None:
+    x = torch.rand(5, 6)
+    mapping = QConfigMapping().set_global(getattr(apot, name))
+    prepare = prepare_qat_fx if trained else prepare_fx
+    prepared = prepare(Odd().train(trained), mapping, example_inputs=(x,))
+    for _ in range(2):
+        prepared(x)
+    prepared.eval()
+    prepared.apply(torch.ao.quantization.disable_observer)
+    with torch.no_grad():  # weights that torch does not quantize while it prepares
+        unquantized = [prepared.up] if trained else [prepared.twice, prepared.up, getattr(prepared.pair, "0")[0]]
+        for layer in unquantized:
+            quantizer = getattr(apot, name).weight()
+            layer.weight.copy_(quantizer(layer.weight))
+    expected = prepared(x)
+    converted = convert_fx(copy.deepcopy(prepared))
+    torch.testing.assert_close(converted(x), expected, rtol=1e-4, atol=1e-5)
+    assert isinstance(converted.twice, LinearAPoT)
+    assert not any(isinstance(module, APoTFakeQuantize) for module in converted.modules())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_a_recurrent_layer_under_an_apot_qconfig_is_refused_by_name() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cell(x)
+
+    mapping = QConfigMapping().set_object_type(nn.GRUCell, apot.apot_qconfig_4bit)
+    prepared = prepare_fx(Recurrent().eval(), mapping, example_inputs=(torch.rand(2, 4),))
+    prepared(torch.rand(2, 4))
+    with pytest.raises(ModelKindError, match="graph_module: cell is a GRUCell"):
+        convert_fx(prepared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,12 @@ def test_a_float_checkpoint_has_eight_bits_at_its_ends_alone() -> None:
     assert type(model.block[0]) is nn.Conv2d
 
 
+def clips_of(state: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
+    """A state with clips of one layer more."""
+    names = (f"module.{layer}.weight_quant.wgt_alpha", f"module.{layer}.act_alpha")
+    return {**state, **{name: torch.tensor(1.5) for name in names}}
+
+
 def test_what_does_not_fit_is_refused_and_the_model_stays_as_it_was() -> None:
     checkpoint, model = checkpoint_of(), Network()
     before = copy.deepcopy(model.state_dict())
@@ -135,6 +142,13 @@ def test_what_does_not_fit_is_refused_and_the_model_stays_as_it_was() -> None:
         (shorter, 4, StateDictError, "differ in fc.bias"),
         ({**state, "module.more": torch.zeros(1)}, 4, StateDictError, "differ in more"),
         ({"state_dict": 3}, 4, StateDictError, "checkpoint: expected what torch.load gives"),
+        (None, 4, StateDictError, "checkpoint: expected what torch.load gives"),
+        ({**state, "module.block.0.act_alpha": torch.ones(2)}, 4, StateDictError, "block.0.act_alpha is"),
+        ({**state, "module.block.0.weight_quant.wgt_alpha": -torch.ones(1)}, 4, StateDictError, "wgt_alpha is"),
+        (clips_of(state, "fc"), 4, StateDictError, "it has clips of fc, .*first and the last one, conv1 and fc"),
+        (clips_of(state, "block.7"), 4, StateDictError, "it has clips of block.7"),
+        ({**state, "module.fc.weight": -torch.ones(4, 8)}, 4, StateDictError, "fc.weight has 127 steps"),
+        ({**state, "module.conv1.weight": state["module.conv1.weight"] * math.nan}, 4, StateDictError, "all weights fini"),
     ]:
         with pytest.raises(error, match=message):
             import_checkpoint_(model, given, bits)

@@ -249,6 +249,21 @@ def test_a_function_that_is_no_collective_of_ours_is_refused_with_a_list_of_thos
     assert isinstance(refused.value, RuntimeError)  # as PyTorch documents it
 
 
+def without_tensors(rank: int) -> None:
+    gather = auto_quantize(dist.all_gather, DQuantType.FP16)
+    outs = [torch.zeros(3) for _ in range(2)]
+    with pytest.raises(RuntimeError, match=r"tensor: expected a torch\.Tensor, got list"):  # as PyTorch documents it
+        gather(outs, [1.0, 2.0, 3.0])
+    with pytest.raises(RuntimeError, match="tensor_list: expected a list of tensors"):
+        gather(torch.zeros(3), torch.ones(3))
+    gather(outs, torch.full((3,), float(rank)))
+    assert [out.tolist() for out in outs] == [[0.0] * 3, [1.0] * 3]
+
+
+def test_what_is_no_tensor_is_refused_with_a_runtime_error_and_the_next_call_works() -> None:
+    run(2, without_tensors)
+
+
 def test_functions_of_the_same_name_that_take_other_arguments_are_refused() -> None:
     import torch.distributed.nn.functional as theirs
 

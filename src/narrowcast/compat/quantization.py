@@ -47,7 +47,7 @@ from narrowcast.compat.half_precision import (
 )
 from narrowcast.distributed.entry import uncompiled
 from narrowcast.distributed.transport.work import StreamWork
-from narrowcast.errors import SpecError, UnsupportedError
+from narrowcast.errors import DtypeError, NoTensorError, SpecError, UnsupportedError
 
 __all__ = [
     "TORCH_HALF_MAX",
@@ -99,7 +99,10 @@ def auto_quantize(func: Collective, qtype: QType, quant_loss: float | Tensor | N
         pairs = [] if out_of_place else _with_one_dtype(call)
 
         def make() -> Any:  # torch and this library agree on the order of arguments, and not on all of their names
-            return ours(*call.args, **{**call.kwargs, "codec": codec})
+            try:
+                return ours(*call.args, **{**call.kwargs, "codec": codec})
+            except DtypeError as error:  # for which PyTorch raises a RuntimeError
+                raise NoTensorError(str(error)) from error
 
         if loss is None and not pairs:
             return make()

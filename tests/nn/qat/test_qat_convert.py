@@ -12,7 +12,7 @@ from product_bound import assert_close_to_product
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.errors import CalibrationError, QuantizeError, ShapeError
+from narrowcast.errors import CalibrationError, DtypeError, QuantizeError, ShapeError
 from narrowcast.kernels.windows import from_words
 from narrowcast.nn.qat.integer import IntegerConv1d, IntegerConv2d, IntegerLinear
 
@@ -230,6 +230,16 @@ def test_a_nan_in_the_input_of_an_integer_layer_is_not_lost() -> None:
     y = layer(x)
     assert y[2].isnan().all()
     assert y[[0, 1, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
+def test_an_integer_layer_refuses_inputs_that_are_no_floats_as_the_trained_one_does(dtype: torch.dtype) -> None:
+    for layer, x in ((nn.Linear(8, 4), torch.rand(5, 8)), (nn.Conv2d(2, 4, 3), torch.rand(5, 2, 4, 4))):
+        layer = trained(layer, x, "apot4", "apot4")
+        nc.convert_(layer)
+        assert type(layer).__name__.startswith("Integer")
+        with pytest.raises(DtypeError, match=r"input: expected float32.*pass input\.float\(\)"):
+            layer(torch.ones_like(x).to(dtype))
 
 
 def test_an_integer_model_goes_through_a_state_dict_and_the_compiler() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.nn.rounding.learned import learn_levels
 
 
 @pytest.fixture(autouse=True)
@@ -101,3 +102,29 @@ def test_learned_rounding_sees_inputs_that_come_by_keyword() -> None:
     model = Named()
     nc.prepare_qat_(model, "int4")
     assert len(nc.calibrate_(model, [torch.randn(9, 8)], rounding="learned", steps=5).rounded) == 1
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_no_other_choice_of_one_weight_is_better_given_all_others(groups: int) -> None:
+    x = torch.stack([correlated(64, 24).double() for _ in range(groups)])
+    x[..., 5] = 0.0  # an input that is always zero
+    moments = (x.transpose(1, 2) @ x / 64).float()
+    weight, levels = torch.randn(6 * groups, 24), torch.arange(-4.0, 4.0)
+    scale = weight.abs().amax(1) / 4
+    result = learn_levels(weight, scale, levels, moments, steps=20)
+    assert result.learned < result.nearest
+    rows, scale = weight.view(groups, 6, 24).double(), scale.view(groups, 6, 1)
+    chosen = (result.weight.view(groups, 6, 24) / scale).round()
+
+    def errors(codes: Tensor) -> Tensor:
+        difference = rows - (codes * scale).double()
+        return ((difference @ moments.double()) * difference).sum(-1)
+
+    best = errors(chosen)
+    for column in range(24):
+        for step in (-1.0, 1.0):
+            other = chosen.clone()
+            other[..., column] += step
+            allowed = ((other - rows / scale).abs() < 1)[..., column] & (other[..., column] >= -4) & (other[..., column] <= 3)
+            # Errors are sums of fp32 products: what differs by less than their rounding may go either way.
+            assert not bool((allowed & (errors(other) < best * (1 - 1e-4))).any())

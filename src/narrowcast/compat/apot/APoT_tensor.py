@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from narrowcast.compat.apot.apot_utils import as_numbers
 from narrowcast.errors import PayloadError
 from narrowcast.kernels.reference import pack, unpack
 
@@ -40,9 +41,8 @@ class TensorAPoT:
 
     @data.setter
     def data(self, codes: Tensor) -> None:
-        codes = codes if isinstance(codes, Tensor) else torch.as_tensor(codes, dtype=torch.int64, device="cpu")
-        whole, known = codes.long(), self.quantizer.level_indices
-        known = known if isinstance(known, Tensor) else torch.as_tensor(known, dtype=torch.int64, device="cpu")
+        codes, known = as_numbers("data", codes), as_numbers("level_indices", self.quantizer.level_indices)
+        whole = codes.long()
         lowest, highest = (int(known.min()), int(known.max())) if known.numel() else (0, -1)
         if bool(((whole != codes) | (whole < max(lowest, 0)) | (whole > highest)).any()):
             raise PayloadError(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.errors import PayloadError, QuantizeError, ShapeError, SpecError
+from narrowcast.errors import NoTensorError, PayloadError, QuantizeError, ShapeError, SpecError
 from narrowcast.kernels.layout import Grid
 from narrowcast.kernels.operators.fake_quantize import fake_quantize
 
@@ -32,13 +32,13 @@ Numbers = Tensor | Sequence[Any]
 def float_to_apot(x: Tensor | float, levels: Numbers, indices: Numbers, alpha: Tensor | float) -> Tensor:
     """The codes of `x`, clipped to [-alpha, alpha]."""
     table, codes = _pair(levels, indices)
-    values = _as_floats(x, table)
+    values = as_floats("x", x, table.device).detach()
     if bool(values.isnan().any()):
         raise QuantizeError(
             "x: holds a NaN, and no code stands for one. Usually a training run diverged: look at the tensor first, or "
             "pass x.nan_to_num(). quant_dequant_APoT and APoTFakeQuantize keep NaN as it is."
         )
-    if not bool((as_floats(alpha).detach() >= 0).all()):
+    if not bool((as_floats("alpha", alpha).detach() >= 0).all()):
         raise SpecError(f"alpha={alpha}: the largest magnitude that is not clipped is not negative.")
     table = table.to(values.device)
     first = torch.searchsorted(table, table)  # of equals
@@ -48,7 +48,7 @@ def float_to_apot(x: Tensor | float, levels: Numbers, indices: Numbers, alpha: T
 def apot_to_float(x_apot: Tensor | int, levels: Numbers, indices: Numbers) -> Tensor:
     """The levels that codes stand for."""
     table, known_codes = _pair(levels, indices)
-    codes = x_apot if isinstance(x_apot, Tensor) else torch.as_tensor(x_apot, dtype=torch.int64, device="cpu")
+    codes = as_numbers("x_apot", x_apot)
     whole = codes.long()
     known_codes = known_codes.long().to(codes.device)
     lowest, highest = int(known_codes.min()), int(known_codes.max())
@@ -69,7 +69,7 @@ def quant_dequant_util(x: Tensor | float, levels: Numbers, indices: Numbers | No
     """`x` at the nearest levels, in its own dtype; a NaN stays one. `indices` is not used."""
     table = _pair(levels, None)[0] if _plain(levels) else levels
     assert isinstance(table, Tensor)
-    values = _as_floats(x, table)
+    values = as_floats("x", x, table.device).detach()
     grid = _grid(table.to(values.device))
     if len(grid.levels) > WIDEST:
         nearest = grid.levels[torch.searchsorted(grid.thresholds, values.float().contiguous())].to(values.dtype)
@@ -104,25 +104,36 @@ def _pair(levels: Numbers, indices: Numbers | None) -> tuple[Tensor, Tensor]:
     return table, codes
 
 
-def as_floats(numbers: Any) -> Tensor:
-    """A tensor as it is; other numbers as fp32."""
-    return numbers if isinstance(numbers, Tensor) else torch.as_tensor(numbers, dtype=torch.float32, device="cpu")
+def as_numbers(name: str, numbers: Any, device: torch.device | str = "cpu") -> Tensor:
+    """A tensor as it is; numbers, lists of them or of tensors of one element, and arrays as int64, else as fp32."""
+    if isinstance(numbers, Tensor):
+        if numbers.is_complex():
+            raise NoTensorError(f"{name}: expected real numbers, got {numbers.dtype}. Pass {name}.real.")
+        return numbers
+    try:
+        if isinstance(numbers, (list, tuple)) and any(isinstance(each, Tensor) for each in numbers):
+            return torch.stack([as_numbers(name, each).detach().reshape(()) for each in numbers])
+        exact = torch.as_tensor(numbers, dtype=torch.float64, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise NoTensorError(f"{name}: expected numbers, in a tensor or a list, got {numbers!r}.") from error
+    whole = exact.long()
+    return whole if torch.equal(whole.double(), exact) else exact.float()
 
 
-def _scalar(number: Any) -> Tensor:
-    dtype = torch.int64 if isinstance(number, int) else torch.float32
-    return torch.tensor(number, dtype=dtype, device="cpu")
+def as_floats(name: str, numbers: Any, device: torch.device | str = "cpu") -> Tensor:
+    """A tensor of floats as it is; other numbers as fp32."""
+    values = as_numbers(name, numbers, device)
+    return values if values.is_floating_point() else values.float()
 
 
 def _vector(name: str, numbers: Numbers) -> Tensor:
-    """A list of numbers or of tensors of one element, or a tensor, as a contiguous vector."""
-    if not isinstance(numbers, Tensor):
-        try:
-            single = [each.detach().reshape(()) if isinstance(each, Tensor) else _scalar(each) for each in numbers]
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise SpecError(f"{name}: expected a tensor or a list of numbers, got {numbers!r}.") from error
-        numbers = torch.stack(single) if single else torch.empty(0, dtype=torch.float32, device="cpu")
-    return numbers.detach().reshape(-1).contiguous()
+    """Numbers as a contiguous vector."""
+    try:
+        if not isinstance(numbers, Tensor):
+            iter(numbers)
+        return as_numbers(name, numbers).detach().reshape(-1).contiguous()
+    except TypeError as error:
+        raise SpecError(f"{name}: expected a tensor or a list of numbers, got {numbers!r}.") from error
 
 
 def _grid(levels: Tensor) -> Grid:
@@ -143,7 +154,7 @@ def _grid(levels: Tensor) -> Grid:
 
 def clipped(x: Tensor, alpha: Tensor | float) -> Tensor:
     """`x` within [-alpha, alpha]; a NaN stays one."""
-    bound = torch.as_tensor(alpha, dtype=x.dtype, device=x.device)
+    bound = as_floats("alpha", alpha).detach().to(x.device, x.dtype)
     if bound.numel() != 1:
         raise ShapeError(f"alpha: one clip for all of x, got {bound.numel()} numbers. Pass one of them.")
     return x.clamp(-bound.reshape(()), bound.reshape(()))
@@ -164,8 +175,3 @@ def _place(values: Tensor, levels: Tensor) -> Tensor:
     else:
         values, bounds = values.float(), thresholds(levels)
     return torch.searchsorted(bounds, values.contiguous())
-
-
-def _as_floats(x: Tensor | float, levels: Tensor) -> Tensor:
-    values = x.detach() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float32, device=levels.device)
-    return values if values.is_floating_point() else values.float()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from narrowcast.compat.apot.apot_utils import clipped, quant_dequant_util
+from narrowcast.compat.apot.apot_utils import as_floats, clipped, quant_dequant_util
 
 
 class fake_quantize_function(torch.autograd.Function):
@@ -20,9 +20,10 @@ class fake_quantize_function(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, x: Tensor, alpha: Tensor, gamma: Tensor, quantization_levels: Tensor, level_indices: Tensor
     ) -> Tensor:
-        bound = alpha.to(x.device).reshape(())
-        ctx.save_for_backward((x <= bound) & (x >= -bound))
-        return quant_dequant_util(clipped(x, bound), quantization_levels)
+        values = as_floats("x", x)
+        within = clipped(values, alpha)
+        ctx.save_for_backward(within == values)  # which a NaN is not
+        return quant_dequant_util(within, quantization_levels)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):  # type: ignore[no-untyped-def]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.codecs import Levels
-from narrowcast.compat.apot.apot_utils import WIDEST, as_floats, float_to_apot, quant_dequant_util
+from narrowcast.compat.apot.apot_utils import WIDEST, as_floats, as_numbers, float_to_apot, quant_dequant_util
 from narrowcast.compat.apot.observer import APoTObserver, QParams, sums
 from narrowcast.errors import MatrixError, SpecError
 from narrowcast.nn.modules.base import keep_dtype
@@ -51,6 +51,8 @@ class LinearAPoT(nn.Module):
     ) -> None:
         super().__init__()
         weight = _matrix(weight2quantize)
+        if not weight.numel():
+            raise MatrixError(f"weight2quantize: it is {list(weight.shape)}, and of no weights there is no grid.")
         observer = APoTObserver(b=b, k=k)
         observer(weight)
         signed = bool(observer.min_val < 0) and not legacy if signed is None else signed
@@ -76,7 +78,9 @@ class LinearAPoT(nn.Module):
 
         (PyTorch's raises NotImplementedError.)
         """
-        qparams = tuple(as_floats(each).detach() for each in (alpha, gamma, quantization_levels, level_indices))
+        floats = {"alpha": alpha, "gamma": gamma, "quantization_levels": quantization_levels}
+        codes = as_numbers("level_indices", level_indices).detach()
+        qparams = (*(as_floats(name, value).detach() for name, value in floats.items()), codes)
         grid = _grid_of(qparams[1], qparams[2])
         weight, bias = ref_qlinear.weight, getattr(ref_qlinear, "bias", None)
         layer = cls(torch.zeros_like(_matrix(weight), dtype=torch.float32), grid.b, grid.k)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.ao.quantization.observer import ObserverBase
 
 from narrowcast.compat.apot.apot_utils import apot_to_float, as_floats, float_to_apot
-from narrowcast.errors import CalibrationError, GridError, PlotError
+from narrowcast.errors import CalibrationError, GridError, PlotError, ShapeError
 from narrowcast.nn.modules.base import keep_dtype
 
 LARGEST = 1 << 16
@@ -46,12 +46,17 @@ class APoTObserver(ObserverBase):
         alpha is the largest magnitude seen, gamma what makes the top level alpha. `min_val` and `max_val` take the
         place of what was seen.
         """
-        self.min_val = self.min_val if min_val is None else as_floats(min_val)
-        self.max_val = self.max_val if max_val is None else as_floats(max_val)
+        self.min_val = self.min_val if min_val is None else as_floats("min_val", min_val)
+        self.max_val = self.max_val if max_val is None else as_floats("max_val", max_val)
         entries = sums(self.b, self.k, signed)
         self.n = self.b // self.k
         if not self.min_val.numel() or not self.max_val.numel():
             raise CalibrationError("no data was observed: call the observer on a tensor before calculate_qparams.")
+        if self.min_val.numel() != 1 or self.max_val.numel() != 1:
+            raise ShapeError(
+                f"min_val and max_val: they have {self.min_val.numel()} and {self.max_val.numel()} elements, and a grid "
+                "has one clip for all of a tensor. Pass one number each, such as x.min() and x.max()."
+            )
         alpha = torch.maximum(-self.min_val, self.max_val)
         alpha = alpha.to(torch.promote_types(alpha.dtype, torch.float32))
         gamma = alpha / sum(2.0**-i for i in range(self.n))

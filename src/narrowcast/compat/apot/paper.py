@@ -18,6 +18,7 @@ What such a checkpoint means:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -48,16 +49,17 @@ def import_checkpoint_(model: nn.Module, checkpoint: Mapping[str, Any], bits: in
     """
     if bits not in BITS:
         raise SpecError(f"bits={bits!r}: the paper's code trains {', '.join(map(str, BITS))}.")
-    state = _plain_names(checkpoint.get("state_dict", checkpoint))
+    state = _plain_names(checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, Mapping) else checkpoint)
     floats = {key: value for key, value in state.items() if not key.endswith((WEIGHT_CLIP, INPUT_CLIP))}
     clipped = [key.removesuffix(WEIGHT_CLIP) for key in state if key.endswith(WEIGHT_CLIP)]
-    _check(model, state, floats, clipped, bits)
     layers = [name for name, module in model.named_modules() if isinstance(module, tuple(TRAINED))]
+    _check(model, state, floats, clipped, bits)
+    if len(layers) < 2:
+        raise StateDictError("model: it has no first and last layer. Give it the layers of the checkpoint.")
     ends = [layers[0], layers[-1]]
+    _check_numbers(state, ends, clipped, [name for name in layers if name not in ends])
+    outer = {name: _outer_codec(floats[f"{name}.weight"]) for name in ends}
     model.load_state_dict(floats)
-    outer: dict[str, Codec] = {}
-    for name in ends:
-        outer[name] = _outer_codec(floats[f"{name}.weight"])
     rules: dict[str, Codec | None] = {f"^{re.escape(name)}$": outer.get(name) for name in layers if name not in clipped}
     report = prepare_qat_(
         model,
@@ -131,3 +133,25 @@ def _check(
             f"bits={bits}: the checkpoint has {len(clipped)} layers with clips, and only one of 32 bits has none. "
             "The model was left as it was."
         )
+
+
+def _check_numbers(state: Mapping[str, Tensor], ends: list[str], clipped: list[str], inner: list[str]) -> None:
+    """Refuse clips of other layers than those within, and numbers from which no grid can be made."""
+    others = [name for name in clipped if name not in inner]
+    if others:
+        raise StateDictError(
+            f"checkpoint: it has clips of {', '.join(others[:4])}, and layers with clips are those between the first "
+            f"and the last one, {ends[0]} and {ends[-1]}. The model was left as it was."
+        )
+    for key in (name + kind for name in clipped for kind in (WEIGHT_CLIP, INPUT_CLIP)):
+        if state[key].numel() != 1 or not 0 < float(state[key]) < math.inf:
+            raise StateDictError(
+                f"checkpoint: {key} is {state[key].tolist()}, and a clip is one positive number. The training run "
+                "diverged, or the file is of another form. The model was left as it was."
+            )
+    for key in (f"{name}.weight" for name in ends):
+        if not bool(state[key].isfinite().all()) or float(state[key].max()) <= 0:
+            raise StateDictError(
+                f"checkpoint: {key} has 127 steps up to its largest weight, which is {float(state[key].max())}: it must "
+                "be positive, and all weights finite. The model was left as it was."
+            )

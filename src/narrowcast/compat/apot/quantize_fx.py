@@ -3,9 +3,10 @@
 torch's own convert_fx knows scales and zero points only, and fails on a grid that has neither. This one converts what
 is on such a grid first, and leaves the rest to torch's:
 
-- A Linear with APoT weights becomes a `LinearAPoT`, which multiplies by levels. Convolutions keep a float weight, at
-  its levels. Batch norms are folded in as torch folds them.
+- A Linear with APoT weights becomes a `LinearAPoT`, which multiplies by levels. Convolutions, transposed ones too, and
+  embeddings keep a float weight, at its levels. Batch norms are folded in as torch folds them.
 - The quantizers of such layers' inputs and outputs, uniform ones too, stay in the graph with the clips they have.
+- A module that several calls share stays shared.
 
 `prepare_fx` and `prepare_qat_fx` are torch's own.
 """
@@ -31,6 +32,9 @@ __all__ = ["convert_fx", "prepare_fx", "prepare_qat_fx"]
 
 ATTRIBUTES = "_observed_graph_module_attrs"
 """Where torch keeps what it knows of a prepared model."""
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+WEIGHTED = (nn.Linear, *CONVOLUTIONS, nn.Embedding, nn.EmbeddingBag)
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
 class FrozenQuantizer(nn.Module):
@@ -68,16 +72,21 @@ def convert_fx(graph_module: GraphModule, *args: Any, **kwargs: Any) -> GraphMod
         raise ModelKindError(
             f"graph_module: expected what prepare_fx or prepare_qat_fx returned, got a {type(graph_module).__name__}."
         )
-    attributes, modules = graph_module.meta[ATTRIBUTES], dict(graph_module.named_modules())
+    attributes = graph_module.meta[ATTRIBUTES]
+    modules = dict(graph_module.named_modules(remove_duplicate=False))
     nodes = [node for node in graph_module.graph.nodes if node.op == "call_module"]
-    layers = {node: fixed for node in nodes if (fixed := _fixed_layer(modules[node.target])) is not None}
-    around = {near for node in layers for near in (*node.all_input_nodes, *node.users)}
+    called = {id(modules[node.target]): (str(node.target), modules[node.target]) for node in nodes}
+    fixed = {key: layer for key, named in called.items() if (layer := _fixed_layer(*named)) is not None}
+    layers = [node for node in nodes if id(modules[node.target]) in fixed]
+    beside = {other for node in layers for other in (*node.all_input_nodes, *node.users)}
+    around = {id(modules[node.target]) for node in nodes if node in beside}
+    for key, (_, quantizer) in called.items():
+        if isinstance(quantizer, APoTFakeQuantize) or (isinstance(quantizer, FakeQuantizeBase) and key in around):
+            fixed[key] = FrozenQuantizer(quantizer)
     for node in nodes:
-        quantizer = modules[node.target]
-        if isinstance(quantizer, APoTFakeQuantize) or (isinstance(quantizer, FakeQuantizeBase) and node in around):
-            _put(graph_module, node, FrozenQuantizer(quantizer))
-    for node, layer in layers.items():
-        _put(graph_module, node, layer)
+        if id(modules[node.target]) in fixed:
+            _put(graph_module, node, fixed[id(modules[node.target])])
+    for node in layers:
         attributes.node_name_to_qconfig[node.name] = None  # torch leaves such nodes alone
     return quantize_fx.convert_fx(graph_module, *args, **kwargs)
 
@@ -87,15 +96,21 @@ def _put(model: GraphModule, node: Node, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), name, module)
 
 
-def _fixed_layer(module: nn.Module) -> nn.Module | None:
+def _fixed_layer(name: str, module: nn.Module) -> nn.Module | None:
     """A layer with APoT weights, once they are fixed; None for every other module."""
     quantizer = getattr(module, "weight_fake_quant", None)
     if quantizer is None:  # prepared without training: the quantizer of a weight is made now
         qconfig = getattr(module, "qconfig", None)
-        wanted = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)) and qconfig is not None
+        first = module[0] if isinstance(module, nn.Sequential) and len(module) else module  # torch's fused modules
+        wanted = isinstance(first, (*WEIGHTED, *RECURRENT)) and qconfig is not None
         quantizer = qconfig.weight() if wanted else None  # type: ignore[union-attr]
     if not isinstance(quantizer, APoTFakeQuantize):
         return None
+    if isinstance(module, RECURRENT):
+        raise ModelKindError(
+            f"graph_module: {name} is a {type(module).__name__}, whose weights have no APoT form. Prepare the model "
+            "without it: qconfig_mapping.set_object_type(type of the module, None)."
+        )
     plain: Any = module.to_float() if hasattr(module, "to_float") else copy.deepcopy(module)  # type: ignore[operator]
     layer: Any = plain[0] if isinstance(plain, nn.Sequential) else plain
     if quantizer.qparams is None:

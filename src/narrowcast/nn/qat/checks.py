@@ -43,7 +43,10 @@ def check_sign(quantizer: FakeQuantize, signed: bool | None) -> None:
 def check_clip(quantizer: FakeQuantize, clip: Tensor | float) -> Tensor:
     """A clip as alpha holds it, or why it cannot be one."""
     device, wanted = quantizer.alpha.device, quantizer.alpha.shape
-    value = torch.as_tensor(clip, dtype=torch.float32, device=device).detach().reshape(-1)
+    try:
+        value = torch.as_tensor(clip, dtype=torch.float32, device=device).detach().reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"clip={clip!r}: expected a number, or a tensor with one for each channel.") from error
     fits = value.numel() > 0 if quantizer.channel_axis is not None and not wanted[0] else value.shape == wanted
     if not fits:
         raise ShapeError(

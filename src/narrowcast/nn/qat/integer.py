@@ -34,7 +34,7 @@ from narrowcast.kernels.operators.integer import integer_conv, integer_linear
 from narrowcast.kernels.windows import Window, to_words
 from narrowcast.nn.modules.base import OneWeight, as_bytes, keep_dtype
 from narrowcast.nn.modules.conv import Conv1d, Conv2d, Conv3d, Convolution
-from narrowcast.nn.modules.linear import Linear, as_autocast, linear_on_rows
+from narrowcast.nn.modules.linear import Linear, as_autocast, as_float_input, linear_on_rows
 from narrowcast.nn.qat.clips import scale_of
 from narrowcast.nn.qat.fake_quantize import FakeQuantize
 from narrowcast.nn.qat.straight_through import FLOOR
@@ -79,7 +79,7 @@ class IntegerLayer(OneWeight):
     made_on_load: tuple[str, ...]
 
     def forward(self, input: Tensor) -> Tensor:
-        x, bias = as_autocast(input), self.bias
+        x, bias = as_float_input(input, "The input quantizer rounds floats: pass input.float()."), self.bias
         wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
         if wanted and torch.compiler.is_compiling():  # which takes no Function with two modes
             floats = self._in_floats(x, bias)

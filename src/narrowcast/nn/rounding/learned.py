@@ -3,7 +3,8 @@
 As in AdaRound (Nagel et al., Up or Down?, ICML 2020), a number between 0 and 1 stands for each choice, starting where
 the weight lies between its two levels. It is trained on the error of the layer's output (see moments.py), and on a
 penalty that drives it to 0 or 1 and grows sharper on the way. Unlike there, levels may be any grid's. At the end each
-output takes what it learned, or the nearest levels where those are better: no output gets worse.
+output takes what it learned, or the nearest levels where those are better, and every choice is made once more, given all
+others, until none changes or `SWEEPS` are done: no output gets worse.
 
 It works on tensors alone. `calibrate_` writes the result into a layer, whose nearest levels it then is.
 """
@@ -17,6 +18,10 @@ from torch import Tensor
 
 STRETCH = 0.1
 """How far the sigmoid reaches beyond 0 and 1, so that choices can become final."""
+
+SWEEPS = 4
+COLUMNS = 128
+"""Columns whose changes are applied at once to those outside of them."""
 
 PENALTY = 0.01
 """The weight of the penalty, in units of the error that nearest rounding makes per weight."""
@@ -55,11 +60,42 @@ def learn_levels(weight: Tensor, scale: Tensor, levels: Tensor, moments: Tensor,
     before = choices.error(nearest)
     with torch.enable_grad():
         learned = _learn(choices, before, steps)
-    after = choices.error(learned)
-    best = torch.where((after < before).unsqueeze(-1), learned, nearest)
+    best = _better(choices, nearest, learned)
+    best = _better(choices, best, _choose_again(choices, best))
     energy = float(choices.error(torch.zeros_like(rows)).sum()) or 1.0
-    errors = float(before.sum()) / energy, float(torch.minimum(before, after).sum()) / energy
+    errors = float(before.sum()) / energy, float(choices.error(best).sum()) / energy
     return LearnedWeight(best.view_as(weight), *errors)
+
+
+def _better(choices: _Choices, rows: Tensor, others: Tensor) -> Tensor:
+    """For each output the weights with the smaller error."""
+    return torch.where((choices.error(others) < choices.error(rows)).unsqueeze(-1), others, rows)
+
+
+def _choose_again(choices: _Choices, rounded: Tensor) -> Tensor:
+    """Weights in which every choice is the better one given all others: one column after another."""
+    lower, upper = choices.lower * choices.scale, choices.upper * choices.scale
+    values, moments = rounded.clone(), choices.moments
+    slope, k = (values - choices.weight) @ moments, values.shape[-1]
+    curvature = moments.diagonal(dim1=-2, dim2=-1)
+    for _ in range(SWEEPS):
+        before = values.clone()
+        for first in range(0, k, COLUMNS):
+            last = min(first + COLUMNS, k)
+            for column in range(first, last):
+                target = values[..., column] - slope[..., column] / curvature[:, None, column]
+                low, high = lower[..., column], upper[..., column]
+                chosen = torch.where(target - low > high - target, high, low)
+                chosen = torch.where(target.isfinite(), chosen, values[..., column])  # an input that is always zero
+                change = (chosen - values[..., column]).unsqueeze(-1)
+                slope[..., first:last] += change * moments[:, None, column, first:last]
+                values[..., column] = chosen
+            changes = values[..., first:last] - before[..., first:last]
+            slope[..., :first] += changes @ moments[:, first:last, :first]
+            slope[..., last:] += changes @ moments[:, first:last, last:]
+        if torch.equal(values, before):
+            break
+    return values
 
 
 def _neighbours(v: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:

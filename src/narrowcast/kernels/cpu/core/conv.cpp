@@ -129,9 +129,57 @@ void multiply(const ConvBlock& b, int vectors) {
 
 constexpr int OUTPUTS = 4, VECTORS = 1;
 
+// The outputs at 16 places, scaled, of which `stored` says which go to `out`.
+[[gnu::always_inline]] inline void store_scaled(const __m256i sums[2], const ConvBlock& b, int row) {
+    float* to = b.out + row * b.out_stride + b.targets[0];
+    const bool all = b.stored[0] == (1u << PLACES) - 1;
+    alignas(32) float results[PLACES];
+    for (int v = 0; v < 2; ++v) {
+        const __m256i sum = _mm256_sub_epi32(sums[v], _mm256_set1_epi32(b.shift[row]));
+        __m256 result = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(b.factor[row]));
+        if (b.bias) result = _mm256_add_ps(result, _mm256_set1_ps(b.bias[row]));
+        _mm256_storeu_ps((all ? to : results) + 8 * v, result);
+    }
+    for (int lane = 0; lane < PLACES && !all; ++lane) {
+        if (b.stored[0] >> lane & 1) *to++ = results[lane];
+    }
+}
+
+// Pairs of products as uint8 x int8, added up in int16 for as many words as those hold.
+template <int O>
+void narrow_block(const ConvBlock& b) {
+    __m256i sums[O][2];
+    for (int o = 0; o < O; ++o) sums[o][0] = sums[o][1] = _mm256_setzero_si256();
+    for (int64_t first = 0; first < b.words; first += b.run) {
+        const int64_t last = first + b.run < b.words ? first + b.run : b.words;
+        __m256i pairs[O][2];
+#pragma GCC unroll 4
+        for (int o = 0; o < O; ++o) pairs[o][0] = pairs[o][1] = _mm256_setzero_si256();
+        for (int64_t k = first; k < last; ++k) {
+            const __m256i* from = reinterpret_cast<const __m256i*>(b.x + b.offsets[k]);
+            const __m256i x[2] = {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
+#pragma GCC unroll 4
+            for (int o = 0; o < O; ++o) {
+                const __m256i weight = _mm256_set1_epi32(b.weight[o * b.words + k]);
+#pragma GCC unroll 2
+                for (int v = 0; v < 2; ++v) {
+                    pairs[o][v] = _mm256_add_epi16(pairs[o][v], _mm256_maddubs_epi16(x[v], weight));
+                }
+            }
+        }
+        for (int o = 0; o < O; ++o) {
+            for (int v = 0; v < 2; ++v) {
+                sums[o][v] = _mm256_add_epi32(sums[o][v], _mm256_madd_epi16(pairs[o][v], _mm256_set1_epi16(1)));
+            }
+        }
+    }
+    for (int o = 0; o < O; ++o) store_scaled(sums[o], b, o);
+}
+
 // Pairs of products as int16 x int16: the even bytes of a word, then the odd ones.
 template <int O>
 void block(const ConvBlock& b) {
+    if (b.run) return narrow_block<O>(b);
     __m256i sums[O][2];
     for (int o = 0; o < O; ++o) sums[o][0] = sums[o][1] = _mm256_setzero_si256();
     for (int64_t k = 0; k < b.words; ++k) {
@@ -153,11 +201,7 @@ void block(const ConvBlock& b) {
             }
         }
     }
-    for (int o = 0; o < O; ++o) {
-        alignas(32) int32_t found[PLACES];
-        for (int v = 0; v < 2; ++v) _mm256_store_si256(reinterpret_cast<__m256i*>(found) + v, sums[o][v]);
-        store(found, b, o, 0);
-    }
+    for (int o = 0; o < O; ++o) store_scaled(sums[o], b, o);
 }
 
 void multiply(const ConvBlock& b, int) {

@@ -24,6 +24,7 @@ struct ConvBlock {
     const int64_t* targets;  // of each 16 places, where the first one that is stored goes
     float* out;
     int64_t out_stride;  // from row to row
+    int64_t run;         // words whose products, in pairs, add up within an int16; 0 where those of one word may not
 };
 
 struct ConvKernels {

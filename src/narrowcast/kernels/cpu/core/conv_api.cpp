@@ -1,5 +1,7 @@
 // The C ABI of exact convolutions: lays the input out as levels, then gives blocks of outputs to threads.
 
+#include <algorithm>
+#include <cstdlib>
 #include <memory>
 #include <vector>
 
@@ -148,6 +150,15 @@ struct Job {
     std::vector<int32_t> shift;
     const float *factor, *bias;
     float* out;
+    int64_t run = 0;
+
+    // `highest` is the largest byte of x.
+    void set_run(int32_t highest) {
+        const int8_t* bytes = reinterpret_cast<const int8_t*>(weight);
+        int32_t largest = 0;
+        for (int64_t i = 0; i < s.outputs * s.window() * 4; ++i) largest = std::max<int32_t>(largest, std::abs(int32_t(bytes[i])));
+        run = std::min<int64_t>(s.window(), 32767 / std::max(1, 2 * highest * largest));
+    }
 
     void set_offsets() {
         for (int64_t word = 0; word < s.words(); ++word) {
@@ -191,7 +202,7 @@ struct Job {
                 const int rows = int(std::min<int64_t>(kernels.outputs, first + each - row));
                 float* to_rows = out + (part / s.groups * s.outputs + row) * size;
                 kernels.multiply({image + place, offsets.data(), s.window(), weight + row * s.window(), rows, &shift[size_t(row)],
-                                  factor + row, bias ? bias + row : nullptr, stored, targets, to_rows, size},
+                                  factor + row, bias ? bias + row : nullptr, stored, targets, to_rows, size, run},
                                  vectors);
             }
         }
@@ -225,6 +236,7 @@ extern "C" __attribute__((visibility("default"))) int32_t nc_integer_conv(
         Job job{s, known, words.get(), reinterpret_cast<const int32_t*>(weight), {}, {}, factor, bias, out};
         job.set_offsets();
         job.set_shift(shift);
+        job.set_run(std::max(int32_t(levels[count - 1]), 0) + shift);
         const int64_t each = BLOCKS * known.lanes, strips = ceil_div(s.places(), each);
         return parallel_in_team(parts * strips, threads, [&](int64_t task) {
             const int64_t from = task % strips * each;
