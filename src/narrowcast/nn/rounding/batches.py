@@ -57,6 +57,8 @@ def _check(batch: Any, number: int) -> None:
             f"tensor, a mapping of keywords, or a tuple whose first element is the input. Tokenize text first. "
             f"{UNCHANGED}"
         )
+    if not any(tensor.numel() for tensor in tensors):
+        raise CalibrationError(f"data: batch {number} is empty: its tensors hold no element. {UNCHANGED}")
     for tensor in tensors:
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise CalibrationError(f"data: batch {number} holds an infinity or a NaN. {UNCHANGED}")
@@ -100,8 +102,9 @@ def move(value: Any, device: torch.device) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, gradients and caches of keys and values; modes and settings are back afterwards."""
+    """Without dropout, gradients and caches of keys and values; modes, settings and buffers are back afterwards."""
     modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
     config = getattr(model, "config", None)
     cache = getattr(config, "use_cache", None)
     model.eval()
@@ -115,3 +118,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             config.use_cache = cache  # type: ignore[union-attr]
         for module, training in modes.items():
             module.training = training
+        for buffer, values in buffers:
+            if not _same_bits(buffer, values):  # a model that counts its calls, say
+                buffer.copy_(values)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())

@@ -102,7 +102,7 @@ class InputMoments:
 
     def _grouped(self, x: Tensor) -> Tensor:
         windows = self._windows(x.detach().float())
-        return windows.view(len(windows), self.groups, -1).transpose(0, 1)
+        return windows.view(len(windows), self.groups, windows.shape[1] // self.groups).transpose(0, 1)
 
     def finite(self) -> bool:
         return self.total is None or bool(self.total.isfinite().all())
@@ -121,4 +121,4 @@ class InputMoments:
             x = x.unfold(2 + place, apart * (size - 1) + 1, step)[..., ::apart]
         # [batch, channels, *positions, *kernel] -> [batch * positions, channels * kernel]
         x = x.movedim(1, 1 + spatial)
-        return x.reshape(x.shape[: 1 + spatial].numel(), -1)
+        return x.reshape(x.shape[: 1 + spatial].numel(), x.shape[1 + spatial :].numel())

@@ -52,11 +52,11 @@ class Call(NamedTuple):
 def round_in_order(model: nn.Module, weights: Sequence[Weight], batches: Sequence[Any], round_weight: Round) -> None:
     """Round all weights, each on inputs that come from rounded weights."""
     found = find_stacks(model, weights)
-    inside = {id(module) for blocks in found for block in blocks for module in block.modules()}
+    inside = {weight.slots[0].key for blocks in found for block in blocks for weight in _of_block(block, weights)}
     captures = [_capture(model, blocks, batches) for blocks in found]
     stacks = [Stack(blocks, [] if none is None else none[0]) for blocks, none in zip(found, captures, strict=True)]
     del captures
-    rest = [weight for weight in weights if not all(id(slot.module) in inside for slot in weight.slots)]
+    rest = [weight for weight in weights if weight.slots[0].key not in inside]  # some are tied between blocks
     for weight in [weight for weight in rest if why_no_moments(weight)]:
         round_weight(weight, None)
         rest.remove(weight)
@@ -282,6 +282,6 @@ def _checked(weight: Weight, moments: dict[str, InputMoments]) -> InputMoments:
     if not moments[key].finite():
         raise CalibrationError(
             f"data: the inputs of {key} hold an infinity or a NaN, or are too large to square. Usually a batch does, "
-            f"or the model overflows in its dtype. {UNCHANGED}"
+            f"a weight before it is not finite, or the model overflows in its dtype. {UNCHANGED}"
         )
     return moments[key]
