@@ -4,7 +4,7 @@
 
 The model and the judge are those of bench/quality.py. "same kind" calibrates on 60 other sentences of the same kind
 (first sentences of docstrings), "other kind" on 60 paragraphs of Python's language reference (pydoc_data.topics).
-Every row has the same bytes as nearest rounding. Rivals run in the same process where their packages are installed:
+Every row has the same bytes as nearest rounding. Competitors run in the same process where their packages are installed:
 bitsandbytes nf4 (block 64, the same bits but for fp32 scales) and torchao's HQQ (int4 with zero points, block 64).
 """
 
@@ -80,15 +80,15 @@ def ours(judge: Judge, specs: list[str], data: dict[str, list[dict[str, Tensor]]
     return rows
 
 
-def rivals(judge: Judge) -> list[Row]:
+def competitors(judge: Judge) -> list[Row]:
     rows = []
     for name, change in (("bitsandbytes nf4", _bitsandbytes), ("torchao int4 HQQ, zero points", _hqq)):
         try:
             row = judged(judge, change)
-        except Exception as error:  # a rival that does not run here is a line of the table, not the end of it
+        except Exception as error:  # a competitor that does not run here is a line of the table, not the end of it
             row = {"cosine_mean": float("nan"), "cosine_min": float("nan"), "seconds": float("nan")}
             name = f"{name}: does not run ({type(error).__name__}: {str(error)[:80]})"
-        rows.append({"codec": name, "rounding": "rival", **row})
+        rows.append({"codec": name, "rounding": "competitor", **row})
         print(_line(rows[-1]), flush=True)
     return rows
 
@@ -144,7 +144,7 @@ def main() -> None:
     judge = Judge(arguments.sentences)
     about = facts(data=f"all-MiniLM-L6-v2 in fp32, {len(judge.sentences)} sentences of Python's standard library")
     data = {kind: batches for kind, batches in calibration(judge.sentences).items() if kind in arguments.kinds}
-    rows = ours(judge, arguments.codecs.split(","), data) + rivals(judge)
+    rows = ours(judge, arguments.codecs.split(","), data) + competitors(judge)
     about["peak memory"] = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB, the whole run"
     lines = ["# What each rounding leaves of a real model", "", *(f"- {key}: {value}" for key, value in about.items())]
     lines += ["", "| codec | rounding | mean cosine | lowest | seconds | target |", "|---|---|---:|---:|---:|---|"]

@@ -83,6 +83,13 @@ def run_batch(model: nn.Module, batch: Any) -> Any:
     return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
 
+def padding_mask(batch: Any) -> Tensor | None:
+    """Which tokens [batch, length] of a batch are no padding; None if it does not say so."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    whole = not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_floating_point() or bool(mask.all())
+    return None if whole or not bool(mask.any()) else mask.bool()  # type: ignore[union-attr]
+
+
 def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
