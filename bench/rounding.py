@@ -4,7 +4,7 @@
 
 The model and the judge are those of bench/quality.py. "same kind" calibrates on 60 other sentences of the same kind
 (first sentences of docstrings), "other kind" on 60 paragraphs of Python's language reference (pydoc_data.topics).
-Every row has the same bytes as nearest rounding. Competitors run in the same process, if installed:
+Every row has the same bytes as nearest rounding. Competitors run in the same process where they are installed:
 bitsandbytes nf4 (block 64, the same bits but for fp32 scales) and torchao's HQQ (int4 with zero points, block 64).
 """
 

@@ -11,13 +11,13 @@ dict: save it before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from narrowcast.generate.decoder import MLP, Attention, Decoder
-from narrowcast.nn.modules.base import Held, begin, float_dtype_of, hold
+from narrowcast.nn.modules.base import Held, as_parameter, begin, float_dtype_of, hold
 from narrowcast.nn.modules.linear import Linear
 
 
@@ -71,27 +71,23 @@ def _same_bias(biases: Sequence[Tensor | None]) -> str:
 
 
 def _join_floats(linears: Sequence[nn.Linear]) -> nn.Linear:
-    weight = _cat([linear.weight for linear in linears])
+    weight = nn.Parameter(torch.cat([linear.weight.detach() for linear in linears]), requires_grad=False)
     whole = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta", dtype=weight.dtype)
     whole.weight = weight
-    whole.register_parameter("bias", _cat([linear.bias for linear in linears]))
+    whole.register_parameter("bias", _join_biases([linear.bias for linear in linears]))
     return whole
 
 
 def _join_rows(linears: Sequence[Linear]) -> Linear:
-    first, rows = linears[0], _cat([linear.weight for linear in linears])
+    first, rows = linears[0], as_parameter(torch.cat([linear.weight for linear in linears]))
     whole = Linear.__new__(Linear)
     nn.Module.__init__(whole)
     begin(whole, nn.Linear, float_dtype_of(first))
     hold(whole, "weight", rows, Held(first.codec, torch.Size((len(rows), first.in_features)), trained=False))
-    whole.register_parameter("bias", _cat([linear.bias for linear in linears]))
+    whole.register_parameter("bias", _join_biases([linear.bias for linear in linears]))
     return whole
 
 
-@overload
-def _cat(parts: Sequence[nn.Parameter]) -> nn.Parameter: ...
-@overload
-def _cat(parts: Sequence[nn.Parameter | None]) -> nn.Parameter | None: ...
-def _cat(parts: Sequence[nn.Parameter | None]) -> nn.Parameter | None:
-    present = [part.detach() for part in parts if part is not None]
+def _join_biases(biases: Sequence[Tensor | None]) -> nn.Parameter | None:
+    present = [bias.detach() for bias in biases if bias is not None]
     return nn.Parameter(torch.cat(present), requires_grad=False) if present else None

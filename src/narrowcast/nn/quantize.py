@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from narrowcast.codecs import Codec
 from narrowcast.codecs.payload import EncodedRows
@@ -42,6 +42,7 @@ from narrowcast.nn.rounding.batches import evaluating, read_batches
 from narrowcast.nn.rounding.choice import Chosen, as_rounding
 from narrowcast.nn.rounding.losses import nearest_error, relative_error
 from narrowcast.nn.rounding.moments import InputMoments
+from narrowcast.nn.rounding.norms import Hint, Hints
 from narrowcast.nn.rounding.progress import shown
 from narrowcast.nn.rounding.recording import attention_calls_projections, why_no_moments
 from narrowcast.nn.rounding.sequence import round_in_order
@@ -88,8 +89,9 @@ def quantize_(
     with shown("rounding", len(choices), progress) as advance:
         if batches is None:
             entries = []
+            hints = Hints.of(model, choices, chosen_rounding)
             for weight, codec in choices:
-                entries.append(_encode(weight, codec, chosen_rounding, None))
+                entries.append(_encode(weight, codec, chosen_rounding, None, hints.of_weight(weight)))
                 advance()
         else:
             entries = _encode_on_data(model, choices, chosen_rounding, batches, advance)
@@ -187,10 +189,14 @@ def _encode_on_data(
     weights = [weight for weight, _ in choices]
     codecs = {weight.slots[0].key: codec for weight, codec in choices}
     entries: dict[str, Entry] = {}
+    hints = Hints.of(model, choices, rounding)
 
-    def encode(weight: Weight, moments: InputMoments | None) -> None:
+    def encode(weight: Weight, moments: InputMoments | None, target: Tensor | None = None) -> None:
         key = weight.slots[0].key
-        entries[key] = _encode(weight, codecs[key], rounding, moments, on_data=True)
+        hint = hints.of_weight(weight)
+        if rounding.needs_data:  # and so knows better
+            hint = Hint(target, hint.importance if moments is None else None)
+        entries[key] = _encode(weight, codecs[key], rounding, moments, hint, on_data=True)
         advance()
 
     snapshot = Snapshot(model)
@@ -205,13 +211,21 @@ def _encode_on_data(
 
 
 def _encode(
-    weight: Weight, codec: Codec, rounding: Chosen, moments: InputMoments | None, *, on_data: bool = False
+    weight: Weight,
+    codec: Codec,
+    rounding: Chosen,
+    moments: InputMoments | None,
+    hint: Hint,
+    *,
+    on_data: bool = False,
 ) -> Entry:
-    """Encode one weight, and put its rows into every module that holds it."""
+    """Encode one weight, or what it is to be rounded to, and put its rows into every module that holds it."""
+    target, importance = hint
     slot = weight.slots[0]
     floats = slot.float_weight().detach()
     floats = floats.t().contiguous() if slot.transposed else floats
-    rows, name, note = rounding.rows(floats, codec, slot.lead, moments, why_no_moments(weight))
+    wanted = floats if target is None else target.to(floats.dtype)
+    rows, name, note = rounding.rows(wanted, codec, slot.lead, moments, why_no_moments(weight), importance)
     compared = on_data or name != "nearest"
     entry = Entry(
         name=slot.key,
@@ -223,8 +237,8 @@ def _encode(
         sqnr=sqnr_of_rows(floats, rows),
         tied=tuple(weight.names()[1:]),
         rounding=name,
-        nearest_error=nearest_error(floats, rows, moments) if compared else None,
-        error=relative_error(floats, rows, moments) if compared else None,
+        nearest_error=nearest_error(floats, rows, moments, wanted, importance) if compared else None,
+        error=relative_error(wanted, rows, moments, importance) if compared else None,
         note=note,
     )
     place(weight, rows)

@@ -52,6 +52,7 @@ def refused(model: nn.Module, data: Any, error: type[BaseException], message: st
         (lambda: 3, "got a int"),
         (lambda: ["a sentence"], "Tokenize text first"),
         (lambda: raising(OSError("disk gone")), "it raised OSError after 1 batches: disk gone"),
+        (lambda: [batches(1)[0], torch.empty(0, 12, dtype=torch.int64)], "batch 1 is empty"),
         (lambda: [torch.randn(2, 5)], "the model cannot run batch 0"),
         (lambda: [batches(1)[0], torch.full((2, 5), 400)], "the model cannot run batch 1"),
         (lambda: [batches(1)[0], torch.full((2, 5), float("nan"))], "batch 1 holds an infinity or a NaN"),
@@ -120,3 +121,35 @@ def test_data_for_nearest_rounding_is_only_measured() -> None:
     assert torch.equal(one.weight, other.weight)
     assert entry.error == entry.nearest_error
     assert entry.error > 0
+
+
+def test_a_model_that_writes_into_its_buffers_has_them_back() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+            self.register_buffer("calls", torch.zeros(2))
+            self.register_buffer("unknown", torch.full((2,), float("nan")))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    model = Counting()
+    nc.quantize_(model, "int4:block=16", rounding="gptq", data=[torch.randn(9, 16)])
+    assert model.calls.tolist() == [0.0, 0.0]
+    refused(model := Counting(), [torch.randn(9, 16), torch.randn(9, 15)], nc.errors.CalibrationError, "batch 1")
+    assert model.calls.tolist() == [0.0, 0.0]
+
+
+def test_an_output_with_a_nan_is_rounded_to_nearest_and_others_do_not_notice() -> None:
+    layer, x = nn.Linear(32, 4), torch.randn(99, 8) @ torch.randn(8, 32)
+    clean = nn.Linear(32, 4)
+    with torch.no_grad():
+        clean.load_state_dict(layer.state_dict())
+        layer.weight[1, 20] = float("nan")
+    for some in (layer, clean):
+        nc.quantize_(some, "int4:block=16", rounding="gptq", data=[x], allow_nonfinite=True)
+    assert torch.equal(layer.weight[[0, 2, 3]], clean.weight[[0, 2, 3]])
+    assert bool(layer.decoded()[1, :16].isfinite().all())
+    assert bool(layer.decoded()[1, 16:].isnan().all())

@@ -77,3 +77,14 @@ def test_conv1d_of_transformers_is_rounded_on_its_inputs() -> None:
     assert entry.rounding == "gptq"
     errors = [float((some(x) - exact).detach().square().sum()) for some in (model, nearest)]
     assert errors[0] < 0.7 * errors[1]
+
+
+def test_a_weight_that_blocks_share_is_rounded_once() -> None:
+    torch.manual_seed(0)
+    model = Model().eval()
+    model.layers[2].up.weight = model.layers[0].up.weight
+    report = nc.quantize_(model, "int4:block=16", rounding="gptq", data=batches())
+    (shared,) = [entry for entry in report.entries if entry.name == "layers.0.up.weight"]
+    assert (shared.rounding, shared.tied) == ("gptq", ("layers.2.up.weight",))
+    assert shared.error < shared.nearest_error
+    assert model.layers[2].up.weight is model.layers[0].up.weight

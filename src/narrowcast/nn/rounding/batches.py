@@ -57,6 +57,8 @@ def _check(batch: Any, number: int) -> None:
             f"tensor, a mapping of keywords, or a tuple whose first element is the input. Tokenize text first. "
             f"{UNCHANGED}"
         )
+    if not any(tensor.numel() for tensor in tensors):
+        raise CalibrationError(f"data: batch {number} is empty: its tensors hold no element. {UNCHANGED}")
     for tensor in tensors:
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise CalibrationError(f"data: batch {number} holds an infinity or a NaN. {UNCHANGED}")
@@ -81,6 +83,13 @@ def run_batch(model: nn.Module, batch: Any) -> Any:
     return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
 
+def padding_mask(batch: Any) -> Tensor | None:
+    """Which tokens [batch, length] of a batch are no padding; None if it does not say so."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    whole = not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_floating_point() or bool(mask.all())
+    return None if whole or not bool(mask.any()) else mask.bool()  # type: ignore[union-attr]
+
+
 def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
@@ -100,8 +109,9 @@ def move(value: Any, device: torch.device) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, gradients and caches of keys and values; modes and settings are back afterwards."""
+    """Without dropout, gradients and caches of keys and values; modes, settings and buffers are back afterwards."""
     modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
     config = getattr(model, "config", None)
     cache = getattr(config, "use_cache", None)
     model.eval()
@@ -115,3 +125,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             config.use_cache = cache  # type: ignore[union-attr]
         for module, training in modes.items():
             module.training = training
+        for buffer, values in buffers:
+            if not _same_bits(buffer, values):  # a model that counts its calls, say
+                buffer.copy_(values)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())

@@ -70,15 +70,17 @@ class GPTQ:
         return EncodedRows(torch.stack(parts).view(*weight.shape[:lead], -1), codec, weight.shape, weight.dtype)
 
     def round_rows(self, weight: Tensor, codec: Codec, inputs: Inputs) -> Tensor:
-        """Encoded rows of `weight` [outputs, k]."""
+        """Encoded rows of `weight` [outputs, k]. An output with a weight that is not finite is rounded to nearest."""
         candidates = [codec.encode(weight, 0)]
+        finite = weight.isfinite().all(1, keepdim=True)
+        weight = torch.where(finite, weight, 0.0)
         if float(inputs.moments.diagonal().sum()) > 0:
             candidates += self._compensated(self._target(weight, inputs), codec, inputs.moments)
         decoded = [codec.decode(rows, weight.shape[1]) for rows in candidates]
         best = torch.stack([inputs.errors(weight, rounded) for rounded in decoded]).argmin(0)
         rows = candidates[0]
         for place, other in enumerate(candidates[1:], 1):
-            rows = torch.where((best == place).unsqueeze(-1), other, rows)
+            rows = torch.where((best == place).unsqueeze(-1) & finite, other, rows)
         return rows
 
     def _target(self, weight: Tensor, inputs: Inputs) -> Tensor:

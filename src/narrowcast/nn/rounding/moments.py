@@ -56,6 +56,8 @@ class InputMoments:
         self.exact: Tensor | None = None
         """The sums of x x^T."""
         self.counts = [0] * self.groups
+        self.keep: Tensor | None = None
+        """Which tokens [batch, length] of the batch that runs are no padding; None for all of them."""
 
     @property
     def count(self) -> int:
@@ -64,24 +66,30 @@ class InputMoments:
 
     def add(self, x: Tensor, exact: Tensor | None = None) -> None:
         """Count the inputs of one batch of a Linear or a convolution; `exact` are those in the unrounded model."""
-        grouped = self._grouped(x)
+        grouped = self._grouped(self._kept(x))
         moments = (grouped.transpose(1, 2) @ grouped).double()
         self.total = moments if self.total is None else self.total.add_(moments)
         self.counts = [count + grouped.shape[1] for count in self.counts]
         if exact is not None:
-            unrounded = self._grouped(exact).transpose(1, 2)
+            unrounded = self._grouped(self._kept(exact)).transpose(1, 2)
             cross, own = (unrounded @ grouped).double(), (unrounded @ unrounded.transpose(1, 2)).double()
             self.cross = cross if self.cross is None else self.cross.add_(cross)
             self.exact = own if self.exact is None else self.exact.add_(own)
 
     def add_to_group(self, group: int, x: Tensor) -> None:
         """Count inputs [..., k] of the outputs of one group."""
-        vectors = x.detach().float().reshape(-1, x.shape[-1])
+        vectors = self._kept(x).detach().float().reshape(-1, x.shape[-1])
         if self.total is None:
             size = self.groups, x.shape[-1], x.shape[-1]
             self.total = torch.zeros(size, dtype=torch.float64, device=x.device)
         self.total[group] += (vectors.t() @ vectors).double()
         self.counts[group] += len(vectors)
+
+    def _kept(self, x: Tensor) -> Tensor:
+        """The inputs of tokens that are no padding; all where an input is no sequence [batch, length, k]."""
+        if self.keep is None or x.dim() != 3 or x.shape[:2] != self.keep.shape or hasattr(self.layer, "kernel_size"):
+            return x
+        return x[self.keep.to(x.device)]
 
     def mean(self) -> Tensor:
         """H over the number of inputs, in fp32; zeros for a group without inputs."""
@@ -102,7 +110,7 @@ class InputMoments:
 
     def _grouped(self, x: Tensor) -> Tensor:
         windows = self._windows(x.detach().float())
-        return windows.view(len(windows), self.groups, -1).transpose(0, 1)
+        return windows.view(len(windows), self.groups, windows.shape[1] // self.groups).transpose(0, 1)
 
     def finite(self) -> bool:
         return self.total is None or bool(self.total.isfinite().all())
@@ -121,4 +129,4 @@ class InputMoments:
             x = x.unfold(2 + place, apart * (size - 1) + 1, step)[..., ::apart]
         # [batch, channels, *positions, *kernel] -> [batch * positions, channels * kernel]
         x = x.movedim(1, 1 + spatial)
-        return x.reshape(x.shape[: 1 + spatial].numel(), -1)
+        return x.reshape(x.shape[: 1 + spatial].numel(), x.shape[1 + spatial :].numel())

@@ -71,6 +71,12 @@ def recording(
         yield moments
 
 
+def keep_tokens(moments: Mapping[str, InputMoments], mask: Tensor | None) -> None:
+    """Let padding not count in the batch that runs next."""
+    for own in moments.values():
+        own.keep = mask
+
+
 @contextmanager
 def attention_calls_projections(weights: Iterable[Weight]) -> Iterator[None]:
     """Let attention run in the encoded module's forward; afterwards those that hold no rows are torch's again."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,14 +26,16 @@ from torch import Tensor, nn
 
 from narrowcast.errors import CalibrationError
 from narrowcast.nn.modules.base import copy_modules, float_class_of
-from narrowcast.nn.rounding.batches import UNCHANGED, device_of, move, run_batch
+from narrowcast.nn.rounding.batches import UNCHANGED, device_of, move, padding_mask, run_batch
 from narrowcast.nn.rounding.moments import InputMoments
-from narrowcast.nn.rounding.recording import keeping_inputs, recording, why_no_moments
+from narrowcast.nn.rounding.recording import keep_tokens, keeping_inputs, recording, why_no_moments
+from narrowcast.nn.rounding.sums import round_added_tables
 from narrowcast.nn.survey import Weight
 
 CPU = torch.device("cpu")
-Round = Callable[[Weight, InputMoments | None], None]
-"""Rounds one weight and puts its rows into the model."""
+Round = Callable[..., None]
+"""Rounds one weight, given its moments or None, and puts its rows into the model. A third argument is what to round it
+to, where that is not the weight itself."""
 
 
 class Stack(NamedTuple):
@@ -52,19 +55,22 @@ class Call(NamedTuple):
 def round_in_order(model: nn.Module, weights: Sequence[Weight], batches: Sequence[Any], round_weight: Round) -> None:
     """Round all weights, each on inputs that come from rounded weights."""
     found = find_stacks(model, weights)
-    inside = {id(module) for blocks in found for block in blocks for module in block.modules()}
+    inside = {weight.slots[0].key for blocks in found for block in blocks for weight in _of_block(block, weights)}
     captures = [_capture(model, blocks, batches) for blocks in found]
     stacks = [Stack(blocks, [] if none is None else none[0]) for blocks, none in zip(found, captures, strict=True)]
     del captures
-    rest = [weight for weight in weights if not all(id(slot.module) in inside for slot in weight.slots)]
+    rest = [weight for weight in weights if weight.slots[0].key not in inside]  # some are tied between blocks
+    first = stacks[0].blocks[0] if stacks else None
+    runs = [partial(_run, model, batch, number, stop_at=first) for number, batch in enumerate(batches)]
+    round_added_tables(rest, runs, round_weight)
     for weight in [weight for weight in rest if why_no_moments(weight)]:
         round_weight(weight, None)
         rest.remove(weight)
     if stacks:
-        first = stacks[0].blocks[0]
         with recording(rest) as moments:
-            for number, batch in enumerate(batches):
-                _run(model, batch, number, stop_at=first)
+            for batch, run in zip(batches, runs, strict=True):
+                keep_tokens(moments, padding_mask(batch))
+                run()
         before = [weight for weight in rest if moments[weight.slots[0].key].count]
         for weight in before:
             round_weight(weight, _checked(weight, moments))
@@ -102,6 +108,7 @@ def _round_on_model(model: nn.Module, weights: Sequence[Weight], batches: Sequen
         return
     with recording(weights) as moments:
         for number, batch in enumerate(batches):
+            keep_tokens(moments, padding_mask(batch))
             _run(model, batch, number)
     for weight in weights:
         round_weight(weight, None if why_no_moments(weight) else _checked(weight, moments))
@@ -116,9 +123,10 @@ def _round_stack(
             _round_on_model(model, _of_block(block, weights), batches, round_weight)
         return
     states, calls = captured
-    device = device_of(model)
+    device, masks = device_of(model), [padding_mask(batch) for batch in batches]
     for place, block in enumerate(stack.blocks):
         run = _Block(block, states, stack.exact, calls[place], device)
+        run.masks = masks
         own = _of_block(block, weights)
         for step in run.steps(own):
             moments = run.record(step)
@@ -136,6 +144,7 @@ class _Block:
     ) -> None:
         self.block, self.states, self.calls, self.device = block, states, calls, device
         self.exact = exact
+        self.masks: list[Tensor | None] = [None] * len(states)
         self.twin = copy_modules(block)  # with the float weights, which it shares
         self.names = {id(module): name for name, module in block.named_modules()}
 
@@ -169,8 +178,9 @@ class _Block:
         """The moments of weights over all batches, with what their inputs are in the unrounded model."""
         twins = self._twins(weights)
         with keeping_inputs(twins) as exact, recording(weights, exact) as moments:
-            for states, unrounded, call in zip(self.states, self.exact, self.calls, strict=True):
+            for states, unrounded, call, mask in zip(self.states, self.exact, self.calls, self.masks, strict=True):
                 exact.clear()
+                keep_tokens(moments, mask)
                 _call(self.twin, unrounded, call, self.device)
                 _call(self.block, states, call, self.device)
         return moments
@@ -282,6 +292,6 @@ def _checked(weight: Weight, moments: dict[str, InputMoments]) -> InputMoments:
     if not moments[key].finite():
         raise CalibrationError(
             f"data: the inputs of {key} hold an infinity or a NaN, or are too large to square. Usually a batch does, "
-            f"or the model overflows in its dtype. {UNCHANGED}"
+            f"a weight before it is not finite, or the model overflows in its dtype. {UNCHANGED}"
         )
     return moments[key]
