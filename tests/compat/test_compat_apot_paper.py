@@ -148,7 +148,12 @@ def test_what_does_not_fit_is_refused_and_the_model_stays_as_it_was() -> None:
         (clips_of(state, "fc"), 4, StateDictError, "it has clips of fc, .*first and the last one, conv1 and fc"),
         (clips_of(state, "block.7"), 4, StateDictError, "it has clips of block.7"),
         ({**state, "module.fc.weight": -torch.ones(4, 8)}, 4, StateDictError, "fc.weight has 127 steps"),
-        ({**state, "module.conv1.weight": state["module.conv1.weight"] * math.nan}, 4, StateDictError, "all weights fini"),
+        (
+            {**state, "module.conv1.weight": state["module.conv1.weight"] * math.nan},
+            4,
+            StateDictError,
+            "all weights fini",
+        ),
     ]:
         with pytest.raises(error, match=message):
             import_checkpoint_(model, given, bits)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import narrowcast as nc
 from narrowcast.errors import DtypeError, ShapeError
 from narrowcast.kernels import operators, reference
 from narrowcast.kernels.cpu import binding
@@ -150,3 +151,22 @@ def test_wrong_operands_are_refused_by_name() -> None:
         given = {**given, "window": window, **changed}
         with pytest.raises(error, match=f"^{name}: "):
             reference_kernel.integer_conv(out, *given.values())
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("spec", ["int8", "apot4"])
+@pytest.mark.parametrize("largest", [1, 10, 64, 65, 127, -128])
+def test_products_as_large_as_they_get_add_up_without_saturating(
+    kernel: Kernel, spec: str, signed: bool, largest: int
+) -> None:
+    """On AVX2 products are added in int16 for as many words as those hold: none, one or many."""
+    grid = codec_grid(nc.codec(spec), signed).kernel
+    window = Window._make((1, 1, 1, 1, 1, 1, 1, 1, 1))
+    x = torch.full((1, 64, 5, 7), 1e6)  # every level is the top one
+    weight = torch.full((5, 64, 3, 3), largest, dtype=torch.int8)
+    weight[1, ::2] = -127
+    out = torch.empty(1, 5, 5, 7)
+    scale, factor = torch.ones(1), torch.ones(5)
+    kernel.integer_conv(out, x, scale, grid, to_words(weight), factor, None, window)
+    levels = torch.full((1, 64, 5, 7), float(grid.levels[-1]), dtype=torch.float64)
+    assert torch.equal(out.double(), F.conv2d(levels, weight.double(), padding=1).float().double())

@@ -125,6 +125,8 @@ def test_no_other_choice_of_one_weight_is_better_given_all_others(groups: int) -
         for step in (-1.0, 1.0):
             other = chosen.clone()
             other[..., column] += step
-            allowed = ((other - rows / scale).abs() < 1)[..., column] & (other[..., column] >= -4) & (other[..., column] <= 3)
+            allowed = (
+                ((other - rows / scale).abs() < 1)[..., column] & (other[..., column] >= -4) & (other[..., column] <= 3)
+            )
             # Errors are sums of fp32 products: what differs by less than their rounding may go either way.
             assert not bool((allowed & (errors(other) < best * (1 - 1e-4))).any())

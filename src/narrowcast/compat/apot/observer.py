@@ -54,8 +54,8 @@ class APoTObserver(ObserverBase):
             raise CalibrationError("no data was observed: call the observer on a tensor before calculate_qparams.")
         if self.min_val.numel() != 1 or self.max_val.numel() != 1:
             raise ShapeError(
-                f"min_val and max_val: they have {self.min_val.numel()} and {self.max_val.numel()} elements, and a grid "
-                "has one clip for all of a tensor. Pass one number each, such as x.min() and x.max()."
+                f"min_val and max_val: they have {self.min_val.numel()} and {self.max_val.numel()} elements, and a "
+                "grid has one clip for all of a tensor. Pass one number each, such as x.min() and x.max()."
             )
         alpha = torch.maximum(-self.min_val, self.max_val)
         alpha = alpha.to(torch.promote_types(alpha.dtype, torch.float32))

@@ -152,6 +152,6 @@ def _check_numbers(state: Mapping[str, Tensor], ends: list[str], clipped: list[s
     for key in (f"{name}.weight" for name in ends):
         if not bool(state[key].isfinite().all()) or float(state[key].max()) <= 0:
             raise StateDictError(
-                f"checkpoint: {key} has 127 steps up to its largest weight, which is {float(state[key].max())}: it must "
-                "be positive, and all weights finite. The model was left as it was."
+                f"checkpoint: {key} has 127 steps up to its largest weight, which is {float(state[key].max())}: it "
+                "must be positive, and all weights finite. The model was left as it was."
             )

@@ -3,8 +3,8 @@
 As in AdaRound (Nagel et al., Up or Down?, ICML 2020), a number between 0 and 1 stands for each choice, starting where
 the weight lies between its two levels. It is trained on the error of the layer's output (see moments.py), and on a
 penalty that drives it to 0 or 1 and grows sharper on the way. Unlike there, levels may be any grid's. At the end each
-output takes what it learned, or the nearest levels where those are better, and every choice is made once more, given all
-others, until none changes or `SWEEPS` are done: no output gets worse.
+output takes what it learned, or the nearest levels where those are better. Then every choice is made once more, given
+all others, until none changes or `SWEEPS` are done: no output gets worse.
 
 It works on tensors alone. `calibrate_` writes the result into a layer, whose nearest levels it then is.
 """
