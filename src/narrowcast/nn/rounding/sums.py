@@ -130,7 +130,7 @@ def _lost_at(key: str, floats: Tensor, lost: Mapping[str, Tensor], sums: Sequenc
     """What the other tables have lost where each row of a table is looked up, on average: [rows, width]."""
     total, count = torch.zeros_like(floats), floats.new_zeros(len(floats), 1)
     for lookups in sums:
-        places = torch.broadcast_tensors(*(lookups[name].to(floats.device) for name in (key, *lost)))
+        places = torch.broadcast_tensors(*(lookups[name].to(floats.device) for name in (key, *lost)))  # type: ignore[no-untyped-call]
         own, *others = (rows.reshape(-1).long() for rows in places)
         total.index_add_(0, own, sum((table[rows] for table, rows in zip(lost.values(), others, strict=True))))  # type: ignore[arg-type]
         count.index_add_(0, own, count.new_ones(len(own), 1))
