@@ -155,7 +155,7 @@ class GradientCompression:
         """The loaded states of all ranks that saved, where there is one rank now. One of several ranks is refused."""
         loaded = self._loaded or {}
         saved.check_holder(Holder(1, 0), loaded)
-        return loaded.get("everyone", ())  # type: ignore[no-any-return]
+        return list(loaded.get("everyone", ()))
 
     def _mode_of(self, codec: Codec | None) -> Mode:
         return mode_of(self._feedback, codec, self.timetable.schedule, self._second_moment)
