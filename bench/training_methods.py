@@ -12,7 +12,7 @@ runs them:
 
 # No `from __future__ import annotations`: DDP reads the annotations of a hook, and takes no strings.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class Method:
     """The method that takes as long for a step after the warm-up, where it is not timed itself."""
     warmup_as: str = "fp32"
     """The method that takes as long for a step of the warm-up."""
+    residual_codec: str | None = None
+    """What residuals are held in; None: fp32."""
     every: int = 0
     """Ranks train alone, and meet after so many steps: their parameters are averaged (examples/local_sgd.py)."""
     outer: tuple[float, float] = (1.0, 0.0)
@@ -93,6 +95,8 @@ METHODS = {
         _momentum("sign", 0.1),
         _momentum("sign", 0.1, "int4+EF"),
         _momentum("int2", WARMUP),
+        replace(_momentum("sign", WARMUP), name="momentum sign residuals in int8", residual_codec="int8"),
+        replace(_narrowcast("int4", True), name="int4+EF residuals in int8", residual_codec="int8"),
         Method("average 10", "local", "int4", True, every=10),
         Method("average 30", "local", "int4", True, every=30),
         Method("DiLoCo 30", "local", "int4", True, every=30, outer=(0.7, 0.9)),
@@ -117,9 +121,11 @@ def attach(method: Method, model: nn.Module, warmup_steps: int, optimizer: nc.op
     elif method.kind == "momentum":
         warmup_codec = method.warmup_as.removesuffix("+EF")  # residuals wait for the momentum
         options = {"momentum": optimizer, "warmup_steps": warmup_steps, "warmup_codec": warmup_codec}
+        options["residual_codec"] = method.residual_codec
         return ddp, nc.compress_gradients(ddp, method.codec, **options)
     elif method.kind == "narrowcast":
         options = {"error_feedback": method.error_feedback, "warmup_steps": warmup_steps}
+        options["residual_codec"] = method.residual_codec
         return ddp, nc.compress_gradients(ddp, method.codec, **options)
     elif method.kind == "local":
         return ddp, ParameterAverage(model, method.codec, *method.outer)
