@@ -123,7 +123,7 @@ def quality_section(cells: Cells, model: str) -> list[str]:
         f"## Quality: {model} model ({about})",
         "",
         "Held-out loss in nats a byte, mean and standard deviation over seeds. First steps that are plain, or in int8 "
-        f"where the momentum travels after them: {plain_steps}.",
+        f"(or what the name says) where the momentum travels after them: {plain_steps}.",
         *table(" | loss | to fp32 | of the seeds | seeds | ranks agree bit for bit | target", rows),
         *feedback_lines(runs),
     ]
