@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "src"), str(HERE.parent / "examples")]
 
 import torch  # noqa: E402
 import torch.multiprocessing as multiprocessing  # noqa: E402

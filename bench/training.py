@@ -36,11 +36,12 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "src"), str(HERE.parent / "examples")]
 
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
+import training_meetings  # noqa: E402
 import training_plots  # noqa: E402
 import training_ranks  # noqa: E402
 import training_report  # noqa: E402
@@ -161,6 +162,7 @@ def write(cells: dict[str, Any], folder: Path, about: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     lines = training_report.tables(cells, about)
     for model in training_report.trained(cells):
+        lines += training_meetings.meetings_section(cells, model)
         lines += [f"![{what}]({name})" for name, what in training_plots.draw(cells, model, folder).items()]
     text = "\n".join(lines).rstrip() + "\n"
     (folder / "training.md").write_text(text)

@@ -12,11 +12,12 @@ runs them:
 
 # No `from __future__ import annotations`: DDP reads the annotations of a hook, and takes no strings.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from local_sgd import ParameterAverage
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -46,6 +47,12 @@ class Method:
     """The method that takes as long for a step after the warm-up, where it is not timed itself."""
     warmup_as: str = "fp32"
     """The method that takes as long for a step of the warm-up."""
+    residual_codec: str | None = None
+    """What residuals are held in; None: fp32."""
+    every: int = 0
+    """Ranks train alone, and meet after so many steps: their parameters are averaged (examples/local_sgd.py)."""
+    outer: tuple[float, float] = (1.0, 0.0)
+    """Learning rate and momentum of the step that follows the average."""
 
     def warmup_steps(self, steps: int) -> int:
         if self.kind == "momentum":
@@ -60,7 +67,8 @@ def _narrowcast(codec: str, error_feedback: bool, warmup: float = 0.0) -> Method
 
 def _momentum(codec: str, warmup: float, warmup_as: str = "int8") -> Method:
     options = {"warmup": warmup, "warmup_as": warmup_as, "timed_as": f"momentum {codec}"}
-    name = f"momentum {codec}" if warmup == WARMUP else f"momentum {codec} {warmup:.0%}"
+    name = f"momentum {codec}" + (f" {warmup:.0%}" if warmup != WARMUP else "")
+    name += "" if warmup_as == "int8" else f" after {warmup_as.removesuffix('+EF')}"
     return Method(name, "momentum", codec, True, **options)  # type: ignore[arg-type]
 
 
@@ -83,8 +91,15 @@ METHODS = {
         _narrowcast("sign", True, WARMUP),
         _narrowcast("sign", False, WARMUP),
         _momentum("sign", WARMUP),
+        _momentum("sign", WARMUP, "int4+EF"),
         _momentum("sign", 0.1),
+        _momentum("sign", 0.1, "int4+EF"),
         _momentum("int2", WARMUP),
+        replace(_momentum("sign", WARMUP), name="momentum sign residuals in int8", residual_codec="int8"),
+        replace(_narrowcast("int4", True), name="int4+EF residuals in int8", residual_codec="int8"),
+        Method("average 10", "local", "int4", True, every=10),
+        Method("average 30", "local", "int4", True, every=30),
+        Method("DiLoCo 30", "local", "int4", True, every=30, outer=(0.7, 0.9)),
         Method("auto", "narrowcast", "auto", True),
         Method("no exchange", "alone"),
     )
@@ -104,11 +119,16 @@ def attach(method: Method, model: nn.Module, warmup_steps: int, optimizer: nc.op
     elif method.kind == "per_tensor":
         ddp.register_comm_hook(None, per_tensor_hook)
     elif method.kind == "momentum":
-        options = {"momentum": optimizer, "warmup_steps": warmup_steps, "warmup_codec": method.warmup_as}
+        warmup_codec = method.warmup_as.removesuffix("+EF")  # residuals wait for the momentum
+        options = {"momentum": optimizer, "warmup_steps": warmup_steps, "warmup_codec": warmup_codec}
+        options["residual_codec"] = method.residual_codec
         return ddp, nc.compress_gradients(ddp, method.codec, **options)
     elif method.kind == "narrowcast":
         options = {"error_feedback": method.error_feedback, "warmup_steps": warmup_steps}
+        options["residual_codec"] = method.residual_codec
         return ddp, nc.compress_gradients(ddp, method.codec, **options)
+    elif method.kind == "local":
+        return ddp, ParameterAverage(model, method.codec, *method.outer)
     return ddp, None
 
 
@@ -149,6 +169,8 @@ def tensors_in(state: object) -> list[Tensor]:
 
     if isinstance(state, PowerSGDState):
         look([state.error_dict, state.p_memory_dict, state.q_memory_dict])
+    elif isinstance(state, ParameterAverage):
+        look([state.last, state.residual, state.velocity])
     elif state is not None:
         look(state.state_dict())
     return list(tensors.values())

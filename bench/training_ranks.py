@@ -46,7 +46,8 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: warm_cosine(step, steps))
         text = stdlib_text()
         self.data = batches(text, self.config.context, job["batch"], seed=seed, rank=dist.get_rank())
-        self.exchanges = method.kind != "alone"
+        self.exchanges = method.kind not in ("alone", "local")
+        self.every, self.done = method.every, 0
 
     def step(self) -> Tensor:
         """One step; the loss of this rank's own batch."""
@@ -57,6 +58,9 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
+        self.done += 1
+        if self.every and self.done % self.every == 0:
+            self.compression.update()
         return loss.detach()
 
     @torch.no_grad()

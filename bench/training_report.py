@@ -122,7 +122,8 @@ def quality_section(cells: Cells, model: str) -> list[str]:
     return [
         f"## Quality: {model} model ({about})",
         "",
-        f"Held-out loss in nats a byte, mean and standard deviation over seeds. Plain first steps: {plain_steps}.",
+        "Held-out loss in nats a byte, mean and standard deviation over seeds. First steps that are plain, or in int8 "
+        f"(or what the name says) where the momentum travels after them: {plain_steps}.",
         *table(" | loss | to fp32 | of the seeds | seeds | ranks agree bit for bit | target", rows),
         *feedback_lines(runs),
     ]

@@ -8,6 +8,8 @@ reduction.py      the engine: one bucket through a reduction; side_by_side.py: a
 hosted.py         the same where ranks share hosts; hosted_shards.py: of FSDP2
 layout.py         where gradients lie in chunks
 feedback.py       error feedback of one chunk; residuals.py: from step to step; outcome.py: whether a step counts
+held.py           residuals of one chunk, in fp32 or in rows
+momentum.py       AdamW's momentum in place of gradients; timetable.py: what travels in which step
 gather.py         rows of every rank to all ranks: FSDP2's parameters, and averages within a host
 options.py        arguments; parameters.py: names and exemptions; state.py: state dicts; stats.py: what is counted
 redistribution.py residuals on another number of ranks

@@ -37,6 +37,7 @@ def compress_gradients(
     refresh: Refresh = None,
     scaler: torch.amp.GradScaler | None = None,
     optimizer: object = None,
+    residual_codec: AnyCodec | None = None,
 ) -> GradientCompression:
     """Compress the gradients of a DDP or FSDP2 model from the next backward on. Every rank calls it alike.
 
@@ -71,6 +72,7 @@ def compress_gradients(
         refresh=refresh,
         scaler=scaler,
         optimizer=optimizer,
+        residual_codec=residual_codec,
     )
     if sharded:
         from narrowcast.distributed.gradients import fsdp

@@ -44,6 +44,8 @@ def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
     _watch_momentum(state, [p for p in ddp.parameters() if p.requires_grad], ranks)
     if ranks > 1:
         state.agree(state.process_group, like.detach())
+    if state.momentum is not None and ddp.find_unused_parameters:
+        state.momentum.leave_unused_alone()
     state.trainer = weakref.ref(ddp)
     ddp.register_comm_hook(state, gradient_hook)
 
@@ -275,7 +277,7 @@ def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
 
 
 def _check(state: GradientCompression, bucket: dist.GradBucket) -> None:
-    _check_join(state.trainer())
+    _check_join(state.trainer(), state.momentum is not None)
     if state.momentum is not None:
         # Those of a hook that was registered by hand have not been watched yet.
         _watch_momentum(state, bucket.parameters(), size_of(state.process_group, "compress_gradients"))
@@ -287,8 +289,16 @@ def _check(state: GradientCompression, bucket: dist.GradBucket) -> None:
         )
 
 
-def _check_join(ddp: Any) -> None:
-    """Raise if a sum is to be divided by the number of ranks that have inputs left: DDP tells no hook how many have."""
+def _check_join(ddp: Any, momentum: bool) -> None:
+    """Raise if a sum is to be divided by the number of ranks that have inputs left: DDP tells no hook how many have.
+
+    A rank without inputs takes no optimizer step, so its momentum is not that of the others from then on.
+    """
+    if momentum and ddp is not None and ddp._join_config.enable:
+        raise SpecError(
+            "join() with momentum=: a rank whose inputs have ended takes no optimizer step, and would send a momentum "
+            "of the past. Give every rank as many batches, or leave momentum= out."
+        )
     if ddp is not None and ddp._join_config.enable and not getattr(ddp, "_divide_by_initial_world_size", True):
         raise SpecError(
             "join(divide_by_initial_world_size=False): compressed gradients are averaged over all ranks of the group, "

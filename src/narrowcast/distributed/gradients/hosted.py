@@ -113,7 +113,7 @@ class _SharedChunk(GradientChunk):
     def __init__(
         self, bucket: HostBucket, collective: Collective, layout: ChunkLayout, share: Share, index: int
     ) -> None:
-        self.collective, self.layout, self.step = collective, layout, bucket.residuals_of(layout)
+        self.collective, self.layout, self.step = collective, layout, bucket.residuals_of(layout, collective, index)
         self._share = share
         segments = []
         if layout.exempt:
@@ -127,12 +127,13 @@ class _SharedChunk(GradientChunk):
 
     def prepare(self) -> None:
         """Add the residuals, where there are some."""
+        self.step.begin()
         if self.step.sender is not None and self.step.next_sender is not None:
             self.add_residuals([self.step.sender], [self._share.matrix], [self.step.next_sender])
 
     def finish(self) -> None:
         super().finish()
-        self.clear_padding()
+        self.keep_residuals()
 
 
 class _AveragedChunk(GatheredChunk):

@@ -175,6 +175,16 @@ class ChunkLayout:
             yield section, offset, slice(start, start + section.columns)
             start += section.columns
 
+    def aligned_runs(self) -> list[slice]:
+        """Its columns, in as few runs as let every section begin a multiple of `UNIT` after the begin of a run."""
+        runs: list[slice] = []
+        for _, _, span in self.spans():
+            if runs and (span.start - runs[-1].start) % UNIT == 0:
+                runs[-1] = slice(runs[-1].start, span.stop)
+            else:
+                runs.append(span)
+        return runs
+
     def padding(self, matrix: Tensor) -> list[Tensor]:
         """What no element of a gradient fills of a chunk's matrix [ranks, columns]."""
         return [view for section, _, span in self.spans() for view in section.padding(matrix[:, span])]

@@ -15,6 +15,7 @@ are stepped as usual.
 
 - `.grad` must be empty before a backward: two synchronized backwards without a step between them would put the momentum
   into the momentum. That is noticed, and refused in the second one.
+- A step that no `optimizer.step()` has used when the next one begins was left out: it leaves no residuals.
 - With a GradScaler, gradients are divided by its scale before they go in, and the average is multiplied with it.
 """
 
@@ -27,6 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.errors import CollectiveError, SpecError
 
 
@@ -44,6 +46,7 @@ class MomentumOptimizer(Protocol):
     def expect_momentum(self, parameters: Iterable[Tensor], *, scaled: bool | None = None) -> None: ...
     def take_momentum(self, parameters: Iterable[Tensor]) -> None: ...
     def take_gradient(self, parameters: Iterable[Tensor]) -> None: ...
+    def register_step_pre_hook(self, hook: Any) -> Any: ...
 
 
 def momentum_of(
@@ -80,6 +83,9 @@ class Momentum:
         self._watched: set[Tensor] = set()
         self._accumulated = False
         """Whether a gradient was added to a momentum that no step has used."""
+        self._outcome = Outcome()
+        self._sent_in: dict[Tensor, Outcome] = {}
+        """The step that sent the momentum of a parameter last."""
 
     def watch(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Raise unless the momentum of all these parameters can travel. Notice gradients that are added to it."""
@@ -107,9 +113,32 @@ class Momentum:
                 if parameter.grad is not None and bool(parameter.grad.any()):
                     self._accumulated = True
                 else:
+                    self._sent_in[parameter].left_out = True
                     self.optimizer.take_gradient([parameter])
 
         return before_gradient
+
+    def next_outcome(self, last: Outcome) -> Outcome:
+        """That of a step that begins. The last one was left out if no optimizer step has used its momentum."""
+        last.left_out = last.left_out or self._pending()  # what `_before` has seen, and is still to see
+        self._outcome = Outcome(self._pending)
+        return self._outcome
+
+    def _pending(self) -> bool:
+        return not self._watched.isdisjoint(self.optimizer.momentum_pending)
+
+    def leave_unused_alone(self) -> None:
+        """For DDP with find_unused_parameters: it writes no `.grad` of a parameter that no rank has used.
+
+        What is there then is not the momentum, but the zeros of zero_grad(set_to_none=False). All ranks see the same.
+        """
+
+        def before_step(*_: Any) -> None:
+            for parameter in self._watched & set(self.optimizer.momentum_pending):
+                if parameter.grad is not None and not bool(parameter.grad.any()):
+                    parameter.grad = None
+
+        self.optimizer.register_step_pre_hook(before_step)
 
     def check_fresh(self) -> None:
         """Raise if this backward has added gradients to a momentum."""
@@ -131,6 +160,7 @@ class Momentum:
                     "state_dict as well as the compression's."
                 )
         self.optimizer.take_momentum(parameters)
+        self._sent_in.update(dict.fromkeys(parameters, self._outcome))
         scale = None
         if self.scaler is not None and gradients:
             one = torch.ones((), dtype=torch.float32, device=gradients[0].device)

@@ -82,6 +82,29 @@ def mode_of(given: Mode | None, codec: Codec | None, schedule: object = None, se
     return given
 
 
+RESIDUAL_CODECS = ("int8", "bf16")
+"""What residuals can be held in but fp32: codecs that lose nothing of what they have decoded themselves, in blocks
+that do not reach over two sections of a parameter (held.py)."""
+
+
+def residual_codec_of(given: AnyCodec | None, mode: Mode, undecided: bool) -> Codec | None:
+    """What residuals are held in; None for fp32. `undecided`: whether there are any is not known yet."""
+    if given is None:
+        return None
+    chosen = as_codec(given)
+    if chosen.spec not in {as_codec(name).spec for name in RESIDUAL_CODECS}:
+        raise SpecError(
+            f"residual_codec={chosen.spec!r}: residuals are held in 'int8', 'bf16', or None for fp32. Other codecs "
+            "round a second time when residuals move to another bucket or are loaded, and a resumed run would differ."
+        )
+    if not mode and not undecided:
+        raise SpecError(
+            f"residual_codec={chosen.spec!r}: there are no residuals without error feedback, which is off here. Pass "
+            "error_feedback=True, or leave residual_codec= out."
+        )
+    return chosen
+
+
 FEWEST_BITS = 4
 """Feedback is on with every optimizer from so many bits an element on: with AdamW it takes int4 from +1.2% of loss to
 +0.4%, and int2 from +2.8% to +7.4%."""

@@ -14,6 +14,7 @@ are. On CUDA they come to the host by themselves, and are waited for when the ne
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,7 +29,11 @@ from narrowcast.distributed.transport.group import Group
 class Outcome:
     """The verdict on one step, as far as it is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, pending: Callable[[], bool] = lambda: False) -> None:
+        self.pending = pending
+        """Whether an optimizer is still to use what all buckets ended with, as far as anyone can tell."""
+        self.left_out = False
+        """Whether the next step began and no optimizer had."""
         self.complete = False
         """Whether all of its buckets have been reduced."""
         self.error: BaseException | None = None
@@ -71,12 +76,12 @@ class Outcome:
 
     @property
     def applies(self) -> bool:
-        """Whether an optimizer may apply the gradients: all of them are there, and finite."""
+        """Whether an optimizer may apply the gradients: all of them are there, and finite; and it was not left out."""
         arriving, self._arriving = self._arriving, []
         for host, event in arriving:
             event.synchronize()
             self._finite = self._finite and not math.isnan(float(host))
-        return self._finite and self.complete and self.error is None
+        return self._finite and self.complete and not self.left_out and self.error is None
 
 
 def share(outcome: Outcome, group: Group, step: int) -> None:

@@ -23,9 +23,10 @@ from narrowcast.codecs import Codec
 from narrowcast.distributed.collective import Collective
 from narrowcast.distributed.encoder import lossless
 from narrowcast.distributed.gradients.feedback import FeedbackSegment
+from narrowcast.distributed.gradients.held import StepResiduals
 from narrowcast.distributed.gradients.layout import ChunkLayout, Run, exempt_runs, runs_of
 from narrowcast.distributed.gradients.outcome import Outcome
-from narrowcast.distributed.gradients.residuals import Residuals, StepResiduals
+from narrowcast.distributed.gradients.residuals import Residuals
 from narrowcast.distributed.gradients.side_by_side import SideBySide
 from narrowcast.distributed.gradients.stats import BucketStats, Probe
 from narrowcast.distributed.protocols import two_stage
@@ -86,10 +87,15 @@ class Bucket:
     def chunk(self, collective: Collective, layout: ChunkLayout, index: int) -> GradientChunk:
         raise NotImplementedError
 
-    def residuals_of(self, layout: ChunkLayout) -> StepResiduals:
+    def residuals_of(self, layout: ChunkLayout, collective: Collective, index: int) -> StepResiduals:
         if self.residuals is None or not layout.sections:
             return StepResiduals()
-        return self.residuals.step_of(layout, self.gradients.device)
+        slot = index % collective.wire.chunks
+
+        def memory(name: str, numel: int) -> Tensor:
+            return collective.encoder.take(f"{name} residuals {slot}", 4 * numel).view(torch.float32)
+
+        return self.residuals.step_of(layout, self.gradients.device, memory)
 
     def note(self, *results: Tensor) -> None:
         """Note whether all results are finite, on which residuals depend."""
@@ -108,8 +114,10 @@ class GradientChunk(Chunk):
         for residual, gradient, target in zip(residuals, gradients, out, strict=True):
             torch.add(residual, gradient, out=target)
 
-    def clear_padding(self) -> None:
-        """Not every codec gives zeros back for zeros. Residuals of padding are not saved: a run that is resumed would
+    def keep_residuals(self) -> None:
+        """The last step of a chunk: all that is left is there.
+
+        Not every codec gives zeros back for zeros. Residuals of padding are not saved: a run that is resumed would
         differ from one that was not stopped."""
         if self.step.next_sender is not None:
             for view in self.layout.padding(self.step.next_sender):
@@ -117,6 +125,7 @@ class GradientChunk(Chunk):
         if self.step.next_owner is not None:
             for section, _, span in self.layout.spans():
                 self.step.next_owner[span][section.owned(self.rank) :].zero_()
+        self.step.end()
 
     def segment(self, run: Run, parts: Tensor, sums: Sequence[Tensor], probe: Probe | None) -> Segment:
         """The segment of one run; `parts` [ranks, columns] are what is encoded."""
@@ -153,7 +162,7 @@ class FlatBucket(Bucket):
 
 class _FlatChunk(GradientChunk):
     def __init__(self, bucket: FlatBucket, collective: Collective, layout: ChunkLayout, index: int) -> None:
-        self.collective, self.layout, self.step = collective, layout, bucket.residuals_of(layout)
+        self.collective, self.layout, self.step = collective, layout, bucket.residuals_of(layout, collective, index)
         self._bucket = bucket
         self._here = here = SideBySide(collective, bucket.gradients, layout, index)
         segments = []
@@ -168,6 +177,7 @@ class _FlatChunk(GradientChunk):
 
     def prepare(self) -> None:
         """Put the gradients side by side, added to the residuals where there are some."""
+        self.step.begin()
         self._here.gather_exempt()
         if self.step.sender is not None and self.step.next_sender is not None:
             places = self._here.places(self.step.next_sender)
@@ -180,7 +190,7 @@ class _FlatChunk(GradientChunk):
         super().finish()
         self._here.scatter()
         self._bucket.note(self._here.exempt, self._here.matrix)
-        self.clear_padding()
+        self.keep_residuals()
 
 
 # -- FSDP2: one row per rank, sums to their owners --------------------------------------------------------------------
@@ -211,7 +221,7 @@ class ShardedBucket(Bucket):
 
 class _ShardedChunk(GradientChunk):
     def __init__(self, bucket: ShardedBucket, collective: Collective, layout: ChunkLayout, index: int) -> None:
-        self.collective, self.layout, self.step = collective, layout, bucket.residuals_of(layout)
+        self.collective, self.layout, self.step = collective, layout, bucket.residuals_of(layout, collective, index)
         self._matrix = bucket.gradients
         self._runs = runs_of(layout, collective.call.codec, sharded=True)
         exact, ranks = collective.encoder.using(lossless(self._matrix.dtype)), collective.size
@@ -228,6 +238,7 @@ class _ShardedChunk(GradientChunk):
 
     def prepare(self) -> None:
         """Add the gradients to the residuals, where there are some."""
+        self.step.begin()
         sender, out = self.step.sender, self.step.next_sender
         if sender is not None and out is not None:
             places = [run.places for run in self._runs]
@@ -236,4 +247,4 @@ class _ShardedChunk(GradientChunk):
 
     def finish(self) -> None:
         super().finish()
-        self.clear_padding()
+        self.keep_residuals()

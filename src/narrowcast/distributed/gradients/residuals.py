@@ -1,18 +1,21 @@
 """The residuals of error feedback, from step to step.
 
 They belong to parameters. Chunks ask for them in their own layout; when DDP rebuilds its buckets, or a state dict was
-loaded, they move there. A step writes next residuals beside those that it adds. These count from the next step on, if
-the step is applied.
+loaded, they move there. held.py holds those of a chunk. A step writes next residuals beside those that it adds. These
+count from the next step on, if the step is applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from narrowcast.codecs import Codec
+from narrowcast.distributed.gradients.held import Floats, HeldInFloats, Memory, StepResiduals, held
 from narrowcast.distributed.gradients.layout import ChunkLayout, Section
 from narrowcast.distributed.gradients.options import Mode
 from narrowcast.distributed.gradients.outcome import Outcome
@@ -22,45 +25,8 @@ from narrowcast.distributed.transport.group import Group
 
 Named = dict[str, tuple[Tensor | None, Tensor | None]]
 """By parameter: the sender's residual and the owner's."""
-
-
-class ChunkResiduals:
-    """The residuals of a chunk: the sender's [ranks, columns], the owner's [columns], and memory for the next ones."""
-
-    def __init__(self, sender: Tensor | None, owner: Tensor | None) -> None:
-        self.sender = sender
-        self.owner = owner
-        self._next: tuple[Tensor | None, Tensor | None] | None = None
-
-    @property
-    def next(self) -> tuple[Tensor | None, Tensor | None]:
-        """Where a step leaves its residuals. What it does not write is zero."""
-        if self._next is None:
-            self._next = _zeros_like(self.sender), _zeros_like(self.owner)
-        return self._next
-
-    def commit(self) -> None:
-        """From now on, the next residuals are the residuals."""
-        before = self.sender, self.owner
-        (self.sender, self.owner), self._next = self.next, before
-
-    def roll_back(self) -> None:
-        """Drop the next residuals of a step that broke off."""
-        self._next = None
-
-    def tensors(self) -> list[Tensor]:
-        """All of its memory."""
-        return [t for t in (self.sender, self.owner, *(self._next or ())) if t is not None]
-
-
-@dataclass(frozen=True)
-class StepResiduals:
-    """The residuals of a chunk in the step under way: those that are added, and where the next ones go."""
-
-    sender: Tensor | None = None
-    owner: Tensor | None = None
-    next_sender: Tensor | None = None
-    next_owner: Tensor | None = None
+FloatsOf = Callable[[HeldInFloats], Floats]
+"""`HeldInFloats.floats`, decoded once for each chunk."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +69,22 @@ class Residuals:
         self.mode = mode
         self.owners = owners
         self.holder = holder
+        self.codec: Codec | None = None
+        """What they are held in; None: fp32."""
         self._row = holder.row
-        self._chunks: dict[ChunkLayout, ChunkResiduals] = {}
-        self._places: dict[tuple[str, int], tuple[ChunkLayout, Section, slice, ChunkResiduals]] = {}
+        self._chunks: dict[ChunkLayout, HeldInFloats] = {}
+        self._places: dict[tuple[str, int], tuple[ChunkLayout, Section, slice, HeldInFloats]] = {}
         """Where the residuals of each section are, by the name of its parameter and its first column."""
         self._loaded: Named = {}
         """Residuals from a state dict that no chunk has asked for yet."""
         self._outcome: Outcome | None = None
-        self._reduced: set[ChunkResiduals] = set()
+        self._reduced: set[HeldInFloats] = set()
         """Those whose next residuals the step under way has written."""
+
+    def held_in(self, codec: Codec | None) -> Residuals:
+        """The same, held in a codec from the first one on."""
+        self.codec = codec
+        return self
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -135,16 +108,14 @@ class Residuals:
                 residuals.roll_back()
 
     def settle_if_complete(self) -> None:
-        """Settle the step under way, unless it is not over."""
-        if self._outcome is not None and self._outcome.complete:
+        """Settle the step under way, unless buckets are still to come, or an optimizer is still to use them."""
+        if self._outcome is not None and self._outcome.complete and not self._outcome.pending():
             self.settle()
 
-    def step_of(self, chunk: ChunkLayout, device: torch.device) -> StepResiduals:
+    def step_of(self, chunk: ChunkLayout, device: torch.device, memory: Memory) -> StepResiduals:
         """The residuals of a chunk in the step under way."""
         residuals = self._of(chunk, device)
-        twice = residuals in self._reduced  # the chunk is reduced a second time in one step
-        before = residuals.next if twice else (residuals.sender, residuals.owner)
-        return StepResiduals(*before, *residuals.next)
+        return residuals.step(residuals in self._reduced, memory)
 
     def reduced(self, chunks: Iterable[ChunkLayout]) -> None:
         """The step under way has written the next residuals of these chunks."""
@@ -154,14 +125,14 @@ class Residuals:
 
     def of(self, chunk: ChunkLayout, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """The sender's residuals of a chunk [ranks, columns], and the owner's [columns]; None where there are none."""
-        residuals = self._of(chunk, device)
-        return residuals.sender, residuals.owner
+        return self._of(chunk, device).floats()
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """All residuals: the sender's, and the owner's."""
-        places = [(span, residuals) for _, _, span, residuals in self._places.values()]
-        senders = [residuals.sender[:, span] for span, residuals in places if residuals.sender is not None]
-        owners = [residuals.owner[span] for span, residuals in places if residuals.owner is not None]
+        floats_of = _floats_of()
+        places = [(span, *floats_of(residuals)) for _, _, span, residuals in self._places.values()]
+        senders = [sender[:, span] for span, sender, _ in places if sender is not None]
+        owners = [owner[span] for span, _, owner in places if owner is not None]
         return senders, owners
 
     def measure(self, stats: GradientStats) -> None:
@@ -174,14 +145,14 @@ class Residuals:
     def nbytes(self) -> int:
         """The memory that they take."""
         chunks = {id(residuals): residuals for *_, residuals in self._places.values()}
-        return sum(4 * tensor.numel() for residuals in chunks.values() for tensor in residuals.tensors())
+        return sum(tensor.nbytes for residuals in chunks.values() for tensor in residuals.tensors())
 
     def by_name(self) -> Named:
         """Each parameter's residuals, flat: the sender's, of what it sends, and the owner's, of what it owns."""
-        named = dict(self._loaded)
+        named, floats_of = dict(self._loaded), _floats_of()
         for (name, _), (_, section, _, _) in self._places.items():
             if name not in named:
-                named[name] = self._gather(name, section)
+                named[name] = self._gather(name, section, floats_of)
         return named
 
     def load(self, named: Named) -> None:
@@ -192,56 +163,64 @@ class Residuals:
         self._places.clear()
         self._loaded = dict(named)
 
-    def _of(self, chunk: ChunkLayout, device: torch.device) -> ChunkResiduals:
+    def _of(self, chunk: ChunkLayout, device: torch.device) -> HeldInFloats:
         residuals = self._chunks.get(chunk)
         if residuals is None:
-            residuals = self._chunks[chunk] = ChunkResiduals(
+            floats: Floats = (
                 _zeros((chunk.ranks, chunk.columns), device) if self.mode is True else None,
                 _zeros((chunk.columns,), device) if self.owners else None,
             )
+            residuals = self._chunks[chunk] = held(self.codec, chunk.aligned_runs(), *floats)
+            floats_of = _floats_of()
             for section, _, span in chunk.spans():
-                self._move_in(chunk, section, span, residuals)
+                self._move_in(section, span, floats, floats_of)
+                self._places[section.name, section.start] = chunk, section, span, residuals
+            residuals.store(*floats)
         return residuals
 
-    def _move_in(self, chunk: ChunkLayout, section: Section, span: slice, residuals: ChunkResiduals) -> None:
+    def _move_in(self, section: Section, span: slice, floats: Floats, floats_of: FloatsOf) -> None:
         """Bring a section's residuals from where they were: another chunk, or a state dict."""
-        key = section.name, section.start
-        place = self._places.get(key)
+        place = self._places.get((section.name, section.start))
         if place is not None:
             old_chunk, _, old_span, old = place
-            if residuals.sender is not None and old.sender is not None:
-                residuals.sender[:, span].copy_(old.sender[:, old_span])
-            if residuals.owner is not None and old.owner is not None:
-                residuals.owner[span].copy_(old.owner[old_span])
+            (sender, owner), (old_sender, old_owner) = floats, floats_of(old)
+            if sender is not None and old_sender is not None:
+                sender[:, span].copy_(old_sender[:, old_span])
+            if owner is not None and old_owner is not None:
+                owner[span].copy_(old_owner[old_span])
             if self._chunks.get(old_chunk) is old:  # if that chunk is used again, it starts from here
                 del self._chunks[old_chunk]
         elif section.name in self._loaded:
-            self._take_loaded(section, span, residuals)
-        self._places[key] = chunk, section, span, residuals
+            self._take_loaded(section, span, floats)
 
-    def _take_loaded(self, section: Section, span: slice, residuals: ChunkResiduals) -> None:
-        sender, owner = self._loaded[section.name]
-        if residuals.sender is not None and sender is not None:
-            _copy(section.elements(sender), section.places(residuals.sender[:, span]))
-        if residuals.owner is not None and owner is not None:
+    def _take_loaded(self, section: Section, span: slice, floats: Floats) -> None:
+        (sender, owner), (loaded_sender, loaded_owner) = floats, self._loaded[section.name]
+        if sender is not None and loaded_sender is not None:
+            _copy(section.elements(loaded_sender), section.places(sender[:, span]))
+        if owner is not None and loaded_owner is not None:
             count = section.owned(self._row)
-            residuals.owner[span][:count].copy_(owner[section.start : section.start + count])
+            owner[span][:count].copy_(loaded_owner[section.start : section.start + count])
         if all((section.name, other.start) in self._places for other in _others(section)):
             del self._loaded[section.name]
 
-    def _gather(self, name: str, like: Section) -> tuple[Tensor | None, Tensor | None]:
+    def _gather(self, name: str, like: Section, floats_of: FloatsOf) -> tuple[Tensor | None, Tensor | None]:
         """All of a parameter's residuals, of which one section is known."""
         sender = _zeros((like.numel,)) if self.mode is True else None
         owned = max(0, min(like.part, like.numel - self._row * like.part))
         owner = _zeros((owned,)) if self.owners else None
         for section in (like, *_others(like)):
             _, _, span, residuals = self._places[name, section.start]
-            if sender is not None and residuals.sender is not None:
-                _copy(section.places(residuals.sender[:, span]), section.elements(sender))
-            if owner is not None and residuals.owner is not None:
+            held_sender, held_owner = floats_of(residuals)
+            if sender is not None and held_sender is not None:
+                _copy(section.places(held_sender[:, span]), section.elements(sender))
+            if owner is not None and held_owner is not None:
                 count = section.owned(self._row)
-                owner[section.start : section.start + count].copy_(residuals.owner[span][:count])
+                owner[section.start : section.start + count].copy_(held_owner[span][:count])
         return sender, owner
+
+
+def _floats_of() -> FloatsOf:
+    return functools.cache(lambda residuals: residuals.floats())
 
 
 def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
@@ -251,10 +230,6 @@ def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
 
 def _zeros(shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=device)
-
-
-def _zeros_like(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else torch.zeros_like(tensor)
 
 
 def _others(section: Section) -> list[Section]:

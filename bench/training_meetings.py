@@ -1,0 +1,86 @@
+"""Where fewer meetings win: seconds to a loss at several rates, computed from what bench/training.py has measured.
+
+A step of a way takes the compute, the wire's time of its bytes at a rate, and what it took beyond both at 100 Mbit/s,
+where it was timed. Ranks that train alone pay the exchange of int4 at every meeting. Curves are those of `quality`, of
+the seeds that all ways have in common. Nothing here was timed at another rate than 100 Mbit/s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from training_methods import METHODS
+from training_report import SLOW, Cells, bits_per_second, crossing, mean_curve, of, runs_of, seconds_of, sent_of, table
+
+RATES = ("20mbit", "100mbit", "1gbit")
+WAYS = (
+    *("fp32", "PowerSGD 4", "int4+EF", "momentum sign", "momentum sign after int4", "momentum sign 10%"),
+    *("momentum sign 10% after int4", "momentum int2", "average 10", "average 30", "DiLoCo 30"),
+)
+ABOVE = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
+TIMED_AS = {"momentum sign": "sign+EF", "momentum int2": "int2+EF"}
+"""What sends as many bytes, for ways that have not been timed."""
+
+
+def costs(cell: Any, rate: str) -> dict[str, float]:
+    """Seconds of a step that exchanges gradients, by method, at a rate."""
+    seconds, sent = seconds_of(cell), sent_of(cell)
+    compute, slow, here = seconds["no exchange"], bits_per_second(SLOW), bits_per_second(rate)
+    beyond = {name: max(0.0, each - compute - 8 * sent[name] / slow) for name, each in seconds.items()}
+    cost = {name: compute + 8 * sent[name] / here + beyond[name] for name in seconds}
+    return cost | {name: cost[other] for name, other in TIMED_AS.items() if name not in cost}
+
+
+def spent(name: str, step: float, steps: int, cost: dict[str, float]) -> float:
+    """Seconds when a step is done."""
+    method, compute = METHODS[name], cost["no exchange"]
+    if method.every:
+        return step * compute + step / method.every * (cost["int4+EF"] - compute)
+    first = min(step, method.warmup_steps(steps))
+    return first * cost[method.warmup_as] + (step - first) * cost[method.timed_as or name]
+
+
+def _listed(seeds: set[int]) -> str:
+    return ", ".join(map(str, sorted(seeds)))
+
+
+def _cells(times: list[float | None], first: list[float | None]) -> list[str]:
+    """Seconds; the least of all ways in bold."""
+    both = zip(times, first, strict=True)
+    return ["" if t is None else f"**{t:.1f}**" if t == least else f"{t:.1f}" for t, least in both]
+
+
+def meetings_section(cells: Cells, model: str) -> list[str]:
+    """Tables of seconds to each loss, a rate each; nothing where no way trains alone."""
+    cell, runs = cells.get(f"speed/{model}/{SLOW}"), runs_of(cells, model)
+    ways = [name for name in WAYS if name in runs]
+    if cell is None or "fp32" not in ways or not any(METHODS[name].every for name in ways):
+        return []
+    steps = next(iter(of(cells, "quality", model).values()))["settings"]["steps"]
+    seeds = set.intersection(*(set(runs[name]) for name in ways))
+    curves = {name: mean_curve({seed: runs[name][seed] for seed in sorted(seeds)}) for name in ways}
+    end = curves["fp32"][-1][1]
+    lines = [
+        f"## Fewer meetings: {model} model",
+        "",
+        "Ranks train alone for 10 or 30 steps, then average their parameters in int4, or take DiLoCo's outer step "
+        "(0.7, 0.9). Seconds until the held-out loss is down to so much above fp32's last one, computed from bytes, "
+        f"compute and the times at {SLOW}; {'seed' if len(seeds) == 1 else 'seeds'} {_listed(seeds)}. A momentum that "
+        "was not timed itself is taken to cost what `sign+EF` and `int2+EF` cost. Empty: not reached.",
+    ]
+    for rate in RATES:
+        cost = costs(cell, rate)
+        reached = {name: [crossing(curves[name], end * (1 + above)) for above in ABOVE] for name in ways}
+        times = {
+            name: [None if step is None else spent(name, step, steps, cost) for step in of_way]
+            for name, of_way in reached.items()
+        }
+        columns = [[t for t in column if t is not None] for column in zip(*times.values(), strict=True)]
+        first = [min(column) if column else None for column in columns]
+        rows = []
+        for name, of_way in times.items():
+            last = [f"{spent(name, steps, steps, cost):.0f}", f"{curves[name][-1][1] / end - 1:+.1%}"]
+            rows.append([name, *_cells(of_way, first), *last])
+        head = " | ".join(f"{above:+.0%}" for above in ABOVE)
+        lines += ["", f"At {rate}:", *table(f" | {head} | all {steps} steps | last loss to fp32", rows)]
+    return lines
