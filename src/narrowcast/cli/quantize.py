@@ -40,6 +40,8 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint without loading the model: tensor by tensor, to the bytes that quantize_ gives.
 
+    (With --rounding search, quantize_ also uses what the norms of BERT-like models tell, and gives other bytes there.)
+
     Run again after an interruption, it resumes. Under torchrun, the processes share the files.
 
     With --rounding gptq the model is loaded with transformers, and rounded on the text of --data.
