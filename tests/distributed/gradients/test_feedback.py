@@ -12,10 +12,10 @@ from cases import mixed, same_bits
 from narrowcast import codec as as_codec
 from narrowcast.distributed.encoder import Encoder
 from narrowcast.distributed.gradients import layout
-from narrowcast.distributed.gradients.feedback import FeedbackSegment
+from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
+from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals
+from narrowcast.distributed.gradients.error_feedback.segment import FeedbackSegment
 from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, lay_out
-from narrowcast.distributed.gradients.outcome import Outcome
-from narrowcast.distributed.gradients.residuals import Holder, Residuals
 from narrowcast.distributed.gradients.stats import Probe
 from narrowcast.distributed.stats import Meter
 from narrowcast.distributed.transport.buffers import Buffers

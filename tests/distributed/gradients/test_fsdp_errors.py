@@ -19,7 +19,7 @@ from trained import Given, given
 
 import narrowcast as nc
 from cases import same_bits
-from narrowcast.distributed.gradients import fsdp_groups
+from narrowcast.distributed.gradients.fsdp import groups
 from narrowcast.errors import CollectiveError, MismatchError, ModelKindError, NarrowcastError, SpecError, StateDictError
 
 
@@ -122,4 +122,4 @@ def test_a_torch_that_is_arranged_differently_is_named() -> None:
     module: Any = types.SimpleNamespace()
     strange = types.SimpleNamespace(fsdp_params=[], mesh_info=None)
     with pytest.raises(CollectiveError, match=r"torch 2\..* arranges FSDP2 in another way than 2.11 to 2.13"):
-        fsdp_groups._check(module, strange)
+        groups._check(module, strange)

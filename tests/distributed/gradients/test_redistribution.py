@@ -13,9 +13,9 @@ from ranks import run
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowcast as nc
+from narrowcast.distributed.gradients.error_feedback.redistribution import redistributed
+from narrowcast.distributed.gradients.error_feedback.residuals import Holder
 from narrowcast.distributed.gradients.layout import sections_of
-from narrowcast.distributed.gradients.redistribution import redistributed
-from narrowcast.distributed.gradients.residuals import Holder
 from narrowcast.errors import SpecError, StateDictError
 
 pytestmark = pytest.mark.timeout(120)

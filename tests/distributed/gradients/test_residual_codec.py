@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowcast as nc
 from cases import same_bits
-from narrowcast.distributed.gradients.held import HeldInRows, Rows
+from narrowcast.distributed.gradients.error_feedback.held import HeldInRows, Rows
 from narrowcast.errors import CollectiveError, SpecError
 
 pytestmark = pytest.mark.timeout(180)

@@ -2,17 +2,14 @@
 
 compress.py       compress_gradients, the one line that a training script adds
 compression.py    GradientCompression: which codec, what it costs, what is kept from step to step
-ddp.py, fsdp.py   how each trainer hands over its buckets; fsdp_groups.py, fsdp_steps.py: the inside of FSDP2
-fsdp_gather.py    FSDP2's all-gather; fsdp_replicas.py: the all-reduce between replicas
+ddp.py, fsdp/     how each trainer hands over its buckets
 reduction.py      the engine: one bucket through a reduction; side_by_side.py: a bucket's gradients as a matrix
-hosted.py         the same where ranks share hosts; hosted_shards.py: of FSDP2
+hosted.py         the same where ranks share hosts
 layout.py         where gradients lie in chunks
-feedback.py       error feedback of one chunk; residuals.py: from step to step; outcome.py: whether a step counts
-held.py           residuals of one chunk, in fp32 or in rows
+error_feedback/   residuals: of one chunk, from step to step, on another number of ranks
 momentum.py       AdamW's momentum in place of gradients; timetable.py: what travels in which step
 gather.py         rows of every rank to all ranks: FSDP2's parameters, and averages within a host
 options.py        arguments; parameters.py: names and exemptions; state.py: state dicts; stats.py: what is counted
-redistribution.py residuals on another number of ranks
 """
 
 from narrowcast.distributed.gradients.compress import compress_gradients

@@ -75,9 +75,9 @@ def compress_gradients(
         residual_codec=residual_codec,
     )
     if sharded:
-        from narrowcast.distributed.gradients import fsdp
+        from narrowcast.distributed.gradients.fsdp import shards
 
-        fsdp.attach(trainer, state, gather)
+        shards.attach(trainer, state, gather)
     else:
         ddp.attach(trainer, state)
     return state

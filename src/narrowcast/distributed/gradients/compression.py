@@ -1,7 +1,7 @@
 """Compressed gradients: which codec they travel in, what that costs, and what is kept from step to step.
 
 `GradientCompression` belongs to one model on one rank. A step is one synchronization of gradients: with gradient
-accumulation, the one backward that is not under `no_sync`. ddp.py and fsdp.py hand over buckets and count the steps.
+accumulation, the one backward that is not under `no_sync`. ddp.py and fsdp/ hand over buckets and count the steps.
 
 What must hold: every rank ends with the same bits; the same model, codec and world size give the same numbers however
 gradients are spread over buckets; `state_dict` holds all that the next step depends on.
@@ -24,14 +24,14 @@ from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.encoder import derive_seed, lossless
 from narrowcast.distributed.gradients import options
 from narrowcast.distributed.gradients import state as saved
+from narrowcast.distributed.gradients.error_feedback import redistribution
+from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
+from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals, holder_among
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.momentum import MomentumOptimizer, momentum_of
 from narrowcast.distributed.gradients.options import Exempt, Mode, one_dimensional
-from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.parameters import Parameters
-from narrowcast.distributed.gradients.redistribution import Redistribution, for_other_ranks, without_residuals
 from narrowcast.distributed.gradients.reduction import Bucket, Reduction
-from narrowcast.distributed.gradients.residuals import Holder, Residuals, holder_among
 from narrowcast.distributed.gradients.stats import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log
 from narrowcast.distributed.gradients.timetable import Refresh, Schedule, Timetable, Travel
 from narrowcast.distributed.meshes import Given, everyone_in, meet_hosts, ranks_in, size_of
@@ -102,7 +102,7 @@ class GradientCompression:
         self.parameters = Parameters(model, exempt)
         self._seed = checks.seed(seed)
         self.layouts: dict[object, list[ChunkLayout]] = {}
-        """How buckets are cut, by what ddp.py or fsdp.py knows them by."""
+        """How buckets are cut, by what ddp.py or fsdp/ knows them by."""
         self.residuals: Residuals | None = None
         self.make_residuals: Callable[[Mode, Holder], Residuals] = Residuals
         self._outcome = Outcome()
@@ -260,14 +260,16 @@ class GradientCompression:
         return saved.taken(self.step, self._seed, self.codec, self.error_feedback, self.residuals, of_momentum)
 
     def load_state_dict(
-        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], residuals: Redistribution | None = None
+        self,
+        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        residuals: redistribution.Redistribution | None = None,
     ) -> None:
         """Go on where `state_dict` was taken: by the same rank of as many, with the same parameters.
 
         On other ranks, `residuals` says what becomes of them: "redistribute", with the states of all ranks that saved
         as a list, or "drop", with one of them.
         """
-        state = for_other_ranks(state, residuals, self.make_residuals is Residuals)
+        state = redistribution.for_other_ranks(state, residuals, self.make_residuals is Residuals)
         saved.check(state)
         saved.check_momentum(state, self.momentum is not None)
         codec = saved.codec_of(state) if self._auto else self.codec  # what was chosen then
@@ -291,7 +293,7 @@ class GradientCompression:
         if self.residuals is not None:
             self.residuals.load({})
         if self._loaded is not None:
-            self._loaded = without_residuals(self._loaded)
+            self._loaded = redistribution.without_residuals(self._loaded)
 
     def _take_residuals(self, state: Mapping[str, Any]) -> None:
         saved.load_residuals(self.residuals, state)

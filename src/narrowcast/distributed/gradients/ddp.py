@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.distributed import arguments
 from narrowcast.distributed.gradients.compression import GradientCompression
+from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
+from narrowcast.distributed.gradients.error_feedback.redistribution import added_to_average
 from narrowcast.distributed.gradients.hosted import HostBucket
 from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, check_cover, lay_out
 from narrowcast.distributed.gradients.momentum import FormedMomentum
 from narrowcast.distributed.gradients.options import numbers
-from narrowcast.distributed.gradients.outcome import Outcome
-from narrowcast.distributed.gradients.redistribution import added_to_average
 from narrowcast.distributed.gradients.reduction import Bucket, FlatBucket, Reduction
 from narrowcast.distributed.meshes import Given, check_mesh, size_of
 from narrowcast.distributed.protocols.mesh import Mesh

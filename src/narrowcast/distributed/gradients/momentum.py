@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from narrowcast.distributed.gradients.outcome import Outcome
+from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.errors import CollectiveError, SpecError
 
 

@@ -84,7 +84,7 @@ def mode_of(given: Mode | None, codec: Codec | None, schedule: object = None, se
 
 RESIDUAL_CODECS = ("int8", "bf16")
 """What residuals can be held in but fp32: codecs that lose nothing of what they have decoded themselves, in blocks
-that do not reach over two sections of a parameter (held.py)."""
+that do not reach over two sections of a parameter (error_feedback/held.py)."""
 
 
 def residual_codec_of(given: AnyCodec | None, mode: Mode, undecided: bool) -> Codec | None:

@@ -22,11 +22,11 @@ from torch import Tensor
 from narrowcast.codecs import Codec
 from narrowcast.distributed.collective import Collective
 from narrowcast.distributed.encoder import lossless
-from narrowcast.distributed.gradients.feedback import FeedbackSegment
-from narrowcast.distributed.gradients.held import StepResiduals
+from narrowcast.distributed.gradients.error_feedback.held import StepResiduals
+from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
+from narrowcast.distributed.gradients.error_feedback.residuals import Residuals
+from narrowcast.distributed.gradients.error_feedback.segment import FeedbackSegment
 from narrowcast.distributed.gradients.layout import ChunkLayout, Run, exempt_runs, runs_of
-from narrowcast.distributed.gradients.outcome import Outcome
-from narrowcast.distributed.gradients.residuals import Residuals
 from narrowcast.distributed.gradients.side_by_side import SideBySide
 from narrowcast.distributed.gradients.stats import BucketStats, Probe
 from narrowcast.distributed.protocols import two_stage

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from narrowcast.codecs import Codec
 from narrowcast.codecs.registry import codec_in_file
+from narrowcast.distributed.gradients.error_feedback.redistribution import redistributed
+from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals
 from narrowcast.distributed.gradients.layout import sections_of
 from narrowcast.distributed.gradients.options import Mode, for_gradients
-from narrowcast.distributed.gradients.redistribution import redistributed
-from narrowcast.distributed.gradients.residuals import Holder, Residuals
 from narrowcast.errors import StateDictError
 
 VERSION = 1

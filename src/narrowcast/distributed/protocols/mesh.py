@@ -11,8 +11,7 @@ mesh learns of the failure, and every rank has made the same number of calls in 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +24,8 @@ from narrowcast.distributed.protocols import one_way, two_stage
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.group import Group
 from narrowcast.distributed.transport.hosts import Hosts
-from narrowcast.distributed.transport.lane import Lane, accepted
-from narrowcast.distributed.transport.work import Work
+from narrowcast.distributed.transport.lane import Lane
+from narrowcast.distributed.transport.refusal import Refusing
 from narrowcast.kernels.reference import casts
 
 EXACT = {dtype: lossless(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
@@ -34,7 +33,7 @@ EXACT = {dtype: lossless(dtype) for dtype in (torch.float32, torch.float16, torc
 
 
 @dataclass(frozen=True)
-class Mesh:
+class Mesh(Refusing):
     """The ranks that this one meets: those of its host, and those in its place on the other hosts.
 
     `everyone` is all of them, in one group: its lane runs the collectives of the mesh.
@@ -54,29 +53,12 @@ class Mesh:
     def lane(self) -> Lane:
         return self.everyone.lane
 
+    def lane_of_calls(self) -> Lane:
+        return self.lane
+
     @property
     def nccl(self) -> bool:
         return bool(self.within.nccl)
-
-    @contextlib.contextmanager
-    def refusing(self, op: str) -> Iterator[None]:
-        """An error in here, before the lane has taken a job, means that this rank refuses the call."""
-        before = accepted()
-        try:
-            yield
-        except BaseException as error:
-            if accepted() == before:
-                self.refuse(op, error)
-            raise
-
-    def refuse(self, op: str, error: BaseException) -> None:
-        """Take part in a collective by failing it, in its turn."""
-
-        def job() -> list[Tensor]:
-            self.give_up(op, error)
-            return []
-
-        self.lane.run_or_queue(Work(op, job))
 
     def give_up(self, op: str, error: BaseException) -> None:
         """`refuse`, here and now, from a job of the lane: every phase fails."""

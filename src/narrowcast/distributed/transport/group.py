@@ -9,14 +9,13 @@ own, and messages of all tags are in one order.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -27,11 +26,11 @@ from narrowcast.distributed.transport.buffers import Buffers
 from narrowcast.distributed.transport.connections import Connections, nccl_carries
 from narrowcast.distributed.transport.failures import Failure
 from narrowcast.distributed.transport.gloo import GlooWire, tags_of_messages, tags_of_purpose
-from narrowcast.distributed.transport.lane import Lane, accepted
+from narrowcast.distributed.transport.lane import Lane
 from narrowcast.distributed.transport.nccl import NcclWire
+from narrowcast.distributed.transport.refusal import Refusing
 from narrowcast.distributed.transport.staged import StagedWire
 from narrowcast.distributed.transport.wire import Overtaken, Wire, WireError
-from narrowcast.distributed.transport.work import Work
 from narrowcast.errors import MismatchError
 
 T = TypeVar("T")
@@ -43,7 +42,7 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Group | Pair]]
 _lock = threading.Lock()
 
 
-class Group:
+class Group(Refusing):
     """The ranks of a group, for calls in one order.
 
     `tag` tells the order from others on the same connections, and its wire takes gloo's tags from `first` on.
@@ -115,30 +114,8 @@ class Group:
         wire = self._wire
         return isinstance(wire, NcclWire) and self._generation == self.connections.generation and wire.knows(call)
 
-    @contextlib.contextmanager
-    def refusing(self, op: str) -> Iterator[None]:
-        """An error in here, before the lane has taken a job, means that this rank refuses the call."""
-        before = accepted()
-        try:
-            yield
-        except BaseException as error:
-            if accepted() == before:
-                self.refuse(op, error)
-            raise
-
-    def refuse(self, op: str, error: BaseException) -> None:
-        """Take part in a call by failing it: this rank cannot make it, and the others are told why.
-
-        The call is counted like any other. Nobody is waited for: where the lane is busy, its turn comes later.
-        """
-        if self.size == 1:
-            return
-
-        def job() -> list[torch.Tensor]:
-            self.give_up(op, error)
-            return []
-
-        self.lane.run_or_queue(Work(op, job))
+    def lane_of_calls(self) -> Lane:
+        return self.lane
 
     def give_up(self, op: str, error: BaseException) -> None:
         """`refuse`, here and now, from a job of the lane."""

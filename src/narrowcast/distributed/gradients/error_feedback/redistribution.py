@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from narrowcast.distributed.gradients.error_feedback.residuals import Holder
 from narrowcast.distributed.gradients.layout import equal_part
-from narrowcast.distributed.gradients.residuals import Holder
 from narrowcast.errors import SpecError, StateDictError
 
 Redistribution = Literal["redistribute", "drop"]

@@ -4,7 +4,7 @@ A step is one backward pass that reduces gradients. torch does not say when one 
 is to be reduced that the step before has reduced already.
 
 A rank sees its own shards only. So at the end of a backward ranks tell each other whether all is finite (`share` in
-outcome.py), on which residuals depend.
+error_feedback/outcome.py), on which residuals depend.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.fsdp_groups import ParameterGroup
-from narrowcast.distributed.gradients.outcome import Outcome, share
+from narrowcast.distributed.gradients.error_feedback.outcome import Outcome, share
+from narrowcast.distributed.gradients.fsdp.groups import ParameterGroup
 from narrowcast.distributed.transport.group import Group, group_for
 
 

@@ -13,9 +13,9 @@ from narrowcast.codecs import Codec
 from narrowcast.distributed import arguments
 from narrowcast.distributed.collective import Collective, Operands
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.fsdp_groups import AllGather, ParameterGroup
+from narrowcast.distributed.gradients.fsdp.groups import AllGather, ParameterGroup
+from narrowcast.distributed.gradients.fsdp.hosted import numel_of_place
 from narrowcast.distributed.gradients.gather import gather_by_hosts, gather_shards
-from narrowcast.distributed.gradients.hosted_shards import numel_of_place
 from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, lay_out
 from narrowcast.distributed.gradients.options import for_gradients
 from narrowcast.distributed.meshes import Given, everyone_in, ranks_in

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from narrowcast.distributed import arguments
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.fsdp_groups import ParameterGroup
-from narrowcast.distributed.gradients.fsdp_steps import Steps
+from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
+from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals
+from narrowcast.distributed.gradients.fsdp.groups import ParameterGroup
+from narrowcast.distributed.gradients.fsdp.steps import Steps
 from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, check_cover, lay_out
 from narrowcast.distributed.gradients.options import Mode
-from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.reduction import FlatBucket
-from narrowcast.distributed.gradients.residuals import Holder, Residuals
 from narrowcast.distributed.transport.group import Group
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from narrowcast.codecs import Codec
-from narrowcast.distributed.gradients.held import Floats, HeldInFloats, Memory, StepResiduals, held
+from narrowcast.distributed.gradients.error_feedback.held import Floats, HeldInFloats, Memory, StepResiduals, held
+from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.distributed.gradients.layout import ChunkLayout, Section
 from narrowcast.distributed.gradients.options import Mode
-from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.stats import GradientStats, norm
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.group import Group

@@ -8,7 +8,7 @@ on CUDA when that stream waits for it. So nothing about streams, prefetching, or
 - Gathered parameters are what forward and backward compute with, on every rank alike. The sharded ones, which the
   optimizer and checkpoints see, stay exact. Backward may gather again, and must find what forward found: the codec may
   not round at random.
-- With replicas (HSDP) it is the all-reduce between them that is compressed (fsdp_replicas.py). The reduce-scatter
+- With replicas (HSDP) it is the all-reduce between them that is compressed (replicas.py). The reduce-scatter
   within a replica is torch's own.
 - Gathering from the fewer ranks of reshard_after_forward=int is left to torch: it goes uncompressed.
 """
@@ -30,16 +30,16 @@ from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.fsdp_gather import ShardGather, for_parameters, ranks_given, shard_layout
-from narrowcast.distributed.gradients.fsdp_groups import ParameterGroup, ReduceScatter, groups_of
-from narrowcast.distributed.gradients.fsdp_replicas import ReplicaReduce, lonely_group, residuals_of_shards
-from narrowcast.distributed.gradients.fsdp_steps import Steps
-from narrowcast.distributed.gradients.hosted_shards import HostShardedBucket, numel_of_place
+from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
+from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals
+from narrowcast.distributed.gradients.fsdp.gather import ShardGather, for_parameters, ranks_given, shard_layout
+from narrowcast.distributed.gradients.fsdp.groups import ParameterGroup, ReduceScatter, groups_of
+from narrowcast.distributed.gradients.fsdp.hosted import HostShardedBucket, numel_of_place
+from narrowcast.distributed.gradients.fsdp.replicas import ReplicaReduce, lonely_group, residuals_of_shards
+from narrowcast.distributed.gradients.fsdp.steps import Steps
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.options import Mode
-from narrowcast.distributed.gradients.outcome import Outcome
 from narrowcast.distributed.gradients.reduction import ShardedBucket
-from narrowcast.distributed.gradients.residuals import Holder, Residuals
 from narrowcast.distributed.meshes import Given, check_mesh, everyone_in, meet_hosts
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.group import Group
