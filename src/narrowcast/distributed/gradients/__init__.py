@@ -2,7 +2,7 @@
 
 compress.py       compress_gradients, the one line that a training script adds
 compression.py    GradientCompression: which codec, what it costs, what is kept from step to step
-ddp.py, fsdp/     how each trainer hands over its buckets
+ddp.py, fsdp/     how each trainer hands over its buckets; uncompressed.py: those that no codec touches
 reduction.py      the engine: one bucket through a reduction; side_by_side.py: a bucket's gradients as a matrix
 hosted.py         the same where ranks share hosts
 layout.py         where gradients lie in chunks

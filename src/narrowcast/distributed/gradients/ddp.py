@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.distributed import arguments
+from narrowcast.distributed.gradients import uncompressed
 from narrowcast.distributed.gradients.compression import GradientCompression
 from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
-from narrowcast.distributed.gradients.error_feedback.redistribution import added_to_average
 from narrowcast.distributed.gradients.hosted import HostBucket
 from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, check_cover, lay_out
 from narrowcast.distributed.gradients.momentum import FormedMomentum
@@ -92,11 +92,11 @@ def average_bucket(
 ) -> torch.futures.Future[Tensor]:
     """Average a bucket over all ranks, in place: a future of it. Offsets are counted in elements of the buffer."""
     if size_of(state.process_group, "compress_gradients") <= 1:
-        return _alone(state, buffer, parameters, offsets, index == 0, last)
+        return uncompressed.average_alone(state, buffer, parameters, offsets, index == 0, last)
     group = state.agree(state.process_group, buffer)
     plain_bytes = _plain_bytes(buffer, group)
     if state.idle:
-        return _as_torch_does(state, buffer, index, last, plain_bytes)
+        return uncompressed.average_by_torch(state, buffer, index, last, plain_bytes)
 
     def cut(all_exempt: bool) -> list[ChunkLayout]:
         return _layout(state, parameters, offsets, buffer.numel(), group, all_exempt)
@@ -175,7 +175,7 @@ def _start(
 
     work = group.lane.start("gradients", job, [bucket.gradients], async_op=True)
     assert work is not None
-    return work.get_future().then(_first)
+    return work.get_future().then(uncompressed.first_result)
 
 
 def _error_of(work: Callable[[], None]) -> Exception | None:
@@ -227,53 +227,10 @@ def _layout(
     return state.layouts[key]
 
 
-def _alone(
-    state: GradientCompression,
-    buffer: Tensor,
-    parameters: Sequence[Tensor],
-    offsets: Sequence[int],
-    first: bool,
-    last: bool,
-) -> torch.futures.Future[Tensor]:
-    """The average of one rank. Residuals of several ranks, from before, are added in the first step that is applied."""
-    states = state.loaded_of_all()
-    if states and state.momentum is None:
-        outcome = state.outcome_of(first)
-        for parameter, offset in zip(parameters, offsets, strict=True):
-            residual = added_to_average(states, state.parameters.name_of(parameter))
-            if residual is not None:
-                gradient = buffer[offset : offset + residual.numel()]
-                gradient.copy_(gradient.float().add_(residual.to(buffer.device)))
-        outcome.note(buffer)
-        outcome.complete = last
-        if last and outcome.applies:
-            state.forget()
-    state.step += last
-    averaged: torch.futures.Future[Tensor] = torch.futures.Future()
-    averaged.set_result(buffer)
-    return averaged
-
-
 def _plain_bytes(buffer: Tensor, group: Group | Mesh) -> int:
     """What a rank sends without a codec: in a ring; where ranks share hosts, to other hosts."""
     hosts, places = (group.between.size, group.within.size) if isinstance(group, Mesh) else (group.size, 1)
     return 2 * arguments.nbytes(buffer) * (hosts - 1) // (hosts * places)
-
-
-def _as_torch_does(
-    state: GradientCompression, buffer: Tensor, index: int, last: bool, plain_bytes: int
-) -> torch.futures.Future[Tensor]:
-    """The average by torch's own all_reduce: what DDP does without a hook."""
-    state.count_idle(index, buffer.numel(), plain_bytes)
-    state.step += last
-    work = dist.all_reduce(buffer.div_(dist.get_world_size(state.members)), group=state.members, async_op=True)
-    assert work is not None
-    averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
-    return averaged
-
-
-def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return done.value()[0]
 
 
 def _check(state: GradientCompression, bucket: dist.GradBucket) -> None:
