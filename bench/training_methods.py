@@ -12,18 +12,22 @@ runs them:
 
 # No `from __future__ import annotations`: DDP reads the annotations of a hook, and takes no strings.
 
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from local_sgd import ParameterAverage
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowcast as nc
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+from local_sgd import ParameterAverage
 
 WARMUP = 0.2
 """The share of its steps that the 1-bit codec may train uncompressed."""

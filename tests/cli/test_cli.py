@@ -19,7 +19,7 @@ import narrowcast as nc
 from narrowcast.cli import app
 
 COMMANDS = {
-    *("demo", "doctor", "codecs", "encode", "decode", "inspect", "quantize", "plan", "netlab"),
+    *("demo", "doctor", "codecs", "encode", "decode", "inspect", "quantize", "generate", "plan", "netlab"),
     *(f"bench {name}" for name in ("codec", "wire", "training", "linear", "grids")),
 }
 # Asks every command for its help, in one process, and says what was imported.
