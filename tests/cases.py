@@ -1,6 +1,6 @@
 """The table of codecs that every suite runs, and the few words the suites share about them.
 
-A new codec is one line in `CODECS`. The sizes and groups below are worked out from a codec's options, not read from
+A new codec is one line in `CODECS`. The sizes and blocks below are worked out from a codec's options, not read from
 the layout that is under test.
 """
 
@@ -105,8 +105,8 @@ def affine(codec: nc.Codec) -> bool:
     return bool(codec.config().get("zero_point", False))
 
 
-def group_size(codec: nc.Codec, numel: int) -> int:
-    """Elements that share a scale; a plain cast has groups of one."""
+def block_size(codec: nc.Codec, numel: int) -> int:
+    """Elements that share a scale; a plain cast has blocks of one."""
     if codec.block is None:
         return 1
     return max(numel, 1) if codec.block == "row" else int(codec.block)
@@ -115,11 +115,11 @@ def group_size(codec: nc.Codec, numel: int) -> int:
 def sections(codec: nc.Codec, numel: int) -> tuple[int, int, int, int]:
     """Where codes, scales, zero points and the row end and begin: (codes end, scales, zero points, unpadded end)."""
     size = {"none": 0, "fp32": 4, "bf16": 2, "fp16": 2, "e8m0": 1}[scale_name(codec)]
-    groups = 0 if codec.block is None else -(-numel // group_size(codec, numel))
+    blocks = 0 if codec.block is None else -(-numel // block_size(codec, numel))
     codes = (numel * codec.bits + 7) // 8
     scales = codes if size == 0 else (codes + size - 1) // size * size
-    zeros = scales + groups * size
-    return codes, scales, zeros, zeros + (groups if affine(codec) else 0)
+    zeros = scales + blocks * size
+    return codes, scales, zeros, zeros + (blocks if affine(codec) else 0)
 
 
 def mixed(numel: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -341,3 +341,27 @@ def test_no_file_is_over_300_lines_and_each_says_what_it_is(module: str) -> None
     text = MODULES[module].read_text()
     assert len(text.splitlines()) <= 300
     assert ast.get_docstring(ast.parse(text))
+
+
+MOST_LINES = 50
+
+
+def long_functions(source: str) -> list[str]:
+    """The functions of a file that have too many lines; signatures, help texts and docstrings count."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [
+        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, functions) and node.end_lineno - node.lineno >= MOST_LINES
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_function_is_over_50_lines(module: str) -> None:
+    assert long_functions(MODULES[module].read_text()) == []
+
+
+def test_the_search_for_long_functions_can_fail() -> None:
+    method = "class A:\n    def f(\n        self,\n    ) -> None:\n" + "        pass\n" * (MOST_LINES - 3)
+    assert long_functions(method) == []
+    assert long_functions(method + "        pass\n") == ["f: 51 lines"]

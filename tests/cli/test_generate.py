@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import byte_llama
+import small_llama
 from narrowcast.cli import app
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
-    byte_llama.write(path)
+    small_llama.write_bytewise(path)
     return path
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import narrowcast as nc
-from cases import BLOCKED, CODECS, DTYPES, FLT_MAX, WITHOUT_ZERO, affine, group_size, mixed, same_bits, sections
+from cases import BLOCKED, CODECS, DTYPES, FLT_MAX, WITHOUT_ZERO, affine, block_size, mixed, same_bits, sections
 from narrowcast import Codec
 
 pytestmark = pytest.mark.ambient
@@ -68,7 +68,7 @@ def test_an_empty_row_takes_no_bytes(codec: Codec) -> None:
 def test_bits_per_element_count_scales_and_padding(codec: Codec) -> None:
     numel = 1 << 20
     assert codec.bits_per_element() == 8 * codec.row_bytes(numel) / numel
-    assert codec.bits <= codec.bits_per_element() <= codec.bits + 40 / group_size(codec, numel) + 128 / numel
+    assert codec.bits <= codec.bits_per_element() <= codec.bits + 40 / block_size(codec, numel) + 128 / numel
 
 
 def test_the_size_depends_on_numel_and_not_on_the_values_or_their_dtype(codec: Codec) -> None:
@@ -135,7 +135,7 @@ def test_the_error_keeps_the_bound(codec: Codec, dtype: torch.dtype, device: str
 
 
 def test_the_bound_is_infinite_exactly_where_a_block_is_not_finite(codec: Codec) -> None:
-    size = 32 if codec.block is None else group_size(codec, 40)
+    size = 32 if codec.block is None else block_size(codec, 40)
     x = mixed(2 * size).view(2, size)
     x[0, 5] = float("nan")
     infinite = codec.max_error(x).isinf()
@@ -164,7 +164,7 @@ def test_a_block_of_zeros_decodes_to_zeros(codec: Codec, zero: float, device: st
 def test_a_block_of_zeros_among_others_decodes_to_zeros(codec: Codec) -> None:
     if codec.spec in WITHOUT_ZERO:
         pytest.skip("the table has no zero to decode to")
-    size = 64 if codec.block is None else group_size(codec, 50)
+    size = 64 if codec.block is None else block_size(codec, 50)
     x = mixed(3 * size).view(3, size)
     x[1] = 0.0
     assert torch.equal(roundtrip(codec, x)[1], torch.zeros(size))
@@ -177,7 +177,7 @@ def test_a_block_of_zeros_among_others_decodes_to_zeros(codec: Codec) -> None:
 @pytest.mark.parametrize("name", BLOCKED)
 def test_one_bad_element_poisons_its_block_and_no_other(name: str, bad: float, device: str) -> None:
     codec = BLOCKED[name]
-    size = group_size(codec, 40)
+    size = block_size(codec, 40)
     for dtype in DTYPES:
         clean = mixed(4 * size, dtype=dtype).view(4, size).to(device)
         expected = roundtrip(codec, clean)
@@ -194,7 +194,7 @@ def test_one_bad_element_poisons_its_block_and_no_other(name: str, bad: float, d
 @pytest.mark.parametrize("name", [name for name, codec in BLOCKED.items() if codec.block != "row"])
 def test_a_short_last_block_is_poisoned_to_its_end(name: str, bad: float) -> None:
     codec = BLOCKED[name]
-    size = group_size(codec, 0)
+    size = block_size(codec, 0)
     x = mixed(size + 3)
     x[size + 1] = bad
     assert roundtrip(codec, x).isnan().tolist() == [False] * size + [True] * 3
@@ -463,7 +463,7 @@ def test_leading_dimensions_count_rows(codec: Codec, numel: int, device: str) ->
 def test_blocks_do_not_see_each_other(codec: Codec) -> None:
     if codec.block == "row" or codec.stochastic:
         pytest.skip("a row is one block, or the draws depend on the place in the row")
-    size = 8 if codec.block is None else group_size(codec, 0)
+    size = 8 if codec.block is None else block_size(codec, 0)
     x = mixed(3 * size)
     y = codec.decode(codec.encode(x), 3 * size)
     for part in range(3):
@@ -603,7 +603,7 @@ IDEMPOTENT = [
 @pytest.mark.parametrize("spec", IDEMPOTENT)
 def test_encoding_what_was_decoded_gives_the_same_bytes(spec: str, device: str) -> None:
     codec = nc.codec(spec)
-    size = 32 if codec.block is None else group_size(codec, 40)
+    size = 32 if codec.block is None else block_size(codec, 40)
     # Normal scales only: below FLT_MIN (2**-14 for fp16) the scale no longer follows the block.
     x = torch.randn(40, size, generator=torch.Generator().manual_seed(3)).to(device)
     x = x * 2.0 ** torch.arange(-6, 14, 0.5, device=device).unsqueeze(1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import narrowcast as nc
-from cases import BLOCKED, PLAIN, affine, group_size, mixed, same_bits, sections
+from cases import BLOCKED, PLAIN, affine, block_size, mixed, same_bits, sections
 from narrowcast import Codec
 from narrowcast.errors import DtypeError, PayloadError, ShapeError
 
@@ -49,7 +49,7 @@ def test_split_gives_back_the_fields_that_were_joined(codec: Codec, device: str)
 def test_a_field_is_absent_exactly_where_the_row_has_no_bytes_for_it(codec: Codec, device: str) -> None:
     numel = 131
     codes, scales, zero_points = codec.split(rows_of(codec, (2, numel), device), numel)
-    blocks = -(-numel // group_size(codec, numel))
+    blocks = -(-numel // block_size(codec, numel))
     _, first_scale, first_zero_point, end = sections(codec, numel)
     assert codes.shape == (2, numel)
     assert (scales is not None) == (first_zero_point > first_scale)
@@ -66,7 +66,7 @@ def test_fields_decode_to_what_the_row_decodes_to(codec: Codec, device: str) -> 
     codes, scales, zero_points = codec.split(rows, numel)
     values = numbers(codec, codes)
     if scales is not None:
-        size = group_size(codec, numel)
+        size = block_size(codec, numel)
         if zero_points is not None:
             values = values - zero_points.float().repeat_interleave(size, -1)[:, :numel]
         values = values * scales.repeat_interleave(size, -1)[:, :numel]

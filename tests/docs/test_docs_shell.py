@@ -21,8 +21,8 @@ import torch
 from fences import ROOT, Block, all_blocks, blocks_of
 from running import run, started
 
-import byte_llama
 import narrowcast as nc
+import small_llama
 from ports import free_port
 
 PROGRAMS = {"cd", "git", "make", "narrowcast", "pip", "python", "torchrun"}
@@ -121,7 +121,7 @@ def folder(tmp_path: Path) -> Path:
     parts = ("self_attn.q_proj", "mlp.up_proj", "input_layernorm")
     names = ["model.embed_tokens", *(f"model.layers.{i}.{part}" for i in range(2) for part in parts), "lm_head"]
     state = {f"{name}.weight": torch.randn(256) if "norm" in name else torch.randn(64, 256) for name in names}
-    byte_llama.write(tmp_path / "llama", layers=2, max_shard_size="200kB")
+    small_llama.write_bytewise(tmp_path / "llama", layers=2, max_shard_size="200kB")
     for name in ("model", "folder"):
         nc.save(state, tmp_path / name, max_shard_size="200kB")
         (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')

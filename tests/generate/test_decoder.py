@@ -14,18 +14,9 @@ from narrowcast.generate import Decoder, Sampling, Shape, fuse_, generate, load_
 from narrowcast.generate.cache import Cache
 
 transformers = pytest.importorskip("transformers")
+import small_llama  # noqa: E402
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "eos_token_id": 7,
-}
+SIZES = small_llama.SMALL | {"max_position_embeddings": 128, "eos_token_id": 7}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -55,7 +46,7 @@ def reference(kind: str, folder: Path) -> nn.Module:
     """
     family, options = KINDS[kind]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SMALL | options)
+    config = getattr(transformers, f"{family}Config")(**SIZES | options)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -99,7 +90,7 @@ def test_logits_and_texts_are_those_of_transformers(kind: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("codec", ["int8", "int4:block=64", "nf4"])
 def test_a_quantized_folder_writes_what_its_decoded_weights_write(codec: str, tmp_path: Path) -> None:
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     nc.quantize_(model, codec)
     nc.save(model, tmp_path / "rows")
     model.config.save_pretrained(tmp_path / "rows")
@@ -110,7 +101,7 @@ def test_a_quantized_folder_writes_what_its_decoded_weights_write(codec: str, tm
     before = logits_of(encoded.double(), PROMPTS[1])
     # Both decode to the same fp64 weights; only the order of sums differs.
     torch.testing.assert_close(before, logits_of(decoded.double(), PROMPTS[1]), rtol=0, atol=1e-10)
-    assert fuse_(encoded).joined == 2 * SMALL["num_hidden_layers"]
+    assert fuse_(encoded).joined == 2 * SIZES["num_hidden_layers"]
     torch.testing.assert_close(logits_of(encoded, PROMPTS[1]), before, rtol=0, atol=1e-10)
 
 
@@ -211,7 +202,7 @@ def test_wrong_samplings_are_refused(options: dict[str, Any]) -> None:
 def test_models_that_the_decoder_would_run_wrongly_are_refused(change: dict[str, Any], words: str) -> None:
     from narrowcast.generate.shape import shape_of
 
-    config = {"model_type": "llama", **SMALL, **change}
+    config = {"model_type": "llama", **SIZES, **change}
     config = {key: value for key, value in config.items() if value is not None}
     with pytest.raises(nc.errors.ModelKindError, match=words):
         shape_of(config)

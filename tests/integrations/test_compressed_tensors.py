@@ -11,7 +11,6 @@ import transformers
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file
-from small_llama import TOKENS, llama
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
@@ -20,6 +19,7 @@ from narrowcast.checkpoint.conversion import open_conversion
 from narrowcast.codecs.payload import encode_rows
 from narrowcast.errors import ExportError
 from narrowcast.integrations.compressed_tensors import export
+from small_llama import TOKENS, llama
 
 EXPRESSIBLE = [
     "int4",

@@ -23,10 +23,10 @@ STEPS = 4
 
 def trainer(folder: Path, steps: int = STEPS, resumed: Path | None = None, **options: Any) -> Any:
     """A Trainer with the callback; the callback is its attribute `compress`."""
-    from small_llama import llama
     from transformers import Trainer, TrainingArguments
 
     from narrowcast.integrations.hf_trainer import CompressGradients
+    from small_llama import llama
 
     args = TrainingArguments(
         output_dir=str(folder),

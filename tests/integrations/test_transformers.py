@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_llama import SMALL, TOKENS, llama
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -36,6 +35,7 @@ from narrowcast.cli import app
 from narrowcast.codecs.payload import encode_rows
 from narrowcast.errors import SpecError, StateDictError
 from narrowcast.integrations.transformers import NarrowcastConfig
+from small_llama import SMALL, TOKENS, llama
 
 
 def gpt2() -> PreTrainedModel:

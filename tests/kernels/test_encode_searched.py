@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import narrowcast as nc
-from cases import group_size, kernels, mixed
+from cases import block_size, kernels, mixed
 from narrowcast.kernels.reference import search
 
 SIZES = (1, 64, 200)
@@ -17,7 +17,7 @@ def block_losses(codec: nc.Codec, x: Tensor, rows: Tensor, importance: Tensor | 
     """The loss of each block, in fp64."""
     error = (codec.decode(rows, x.shape[1]) - x).double().square()
     error = error if importance is None else error * importance.double()
-    size = group_size(codec, x.shape[1])
+    size = block_size(codec, x.shape[1])
     padded = torch.nn.functional.pad(error, (0, -x.shape[1] % size))
     return padded.view(len(x), -1, size).sum(-1)
 

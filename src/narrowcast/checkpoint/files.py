@@ -108,28 +108,26 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 def make_folder(what: str, folder: Path) -> None:
     """Make a folder that files can be written to, and its parents; refused if that cannot be. Errors call it `what`."""
-    try:
+    with _refusing(what, f"the folder {str(folder)!r} cannot be made"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno in _FULL:
-            raise
-        raise TargetError(
-            f"{what}: the folder {str(folder)!r} cannot be made: {error.strerror}. Name a folder that you may write to."
-        ) from error
     check_writable(what, folder)
 
 
 def check_writable(what: str, folder: Path) -> None:
     """Refuse a folder that no file can be written to. Errors call it `what`."""
-    try:
+    with _refusing(what, f"cannot write to the folder {str(folder)!r}"):
         tempfile.TemporaryFile(dir=folder).close()
+
+
+@contextmanager
+def _refusing(what: str, problem: str) -> Iterator[None]:
+    """An error of the system in here, but for a full disk, means that the folder is the wrong one."""
+    try:
+        yield
     except OSError as error:
         if error.errno in _FULL:
             raise
-        raise TargetError(
-            f"{what}: cannot write to the folder {str(folder)!r}: {error.strerror}. Name a folder that you may write "
-            "to."
-        ) from error
+        raise TargetError(f"{what}: {problem}: {error.strerror}. Name a folder that you may write to.") from error
 
 
 def sync(folder: Path) -> None:

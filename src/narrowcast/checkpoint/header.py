@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowcast.codecs import Codec
+from narrowcast.codecs import Codec, checks
 from narrowcast.codecs.payload import Encoding
 from narrowcast.codecs.registry import module_of
 
@@ -118,8 +118,8 @@ def header_bytes(contents: Contents) -> bytes:
 
 def describe(encoding: Encoding) -> dict[str, object]:
     """An encoding as plain values."""
-    name = str(encoding.dtype).removeprefix("torch.")
-    return {"codec": encoding.codec.spec, "shape": list(encoding.shape), "dtype": name}
+    codec, shape, dtype = encoding
+    return {"codec": codec.spec, "shape": list(shape), "dtype": checks.dtype_name(dtype)}
 
 
 def seal(tensors: dict[str, Stored], text: str) -> str:

@@ -47,7 +47,7 @@ def choose(name: str, stored: Stored, rules: Rules) -> Choice:
     """The codec of the tensor `name`, or the reason why it is copied."""
     last, shape = name.rpartition(".")[2], stored.shape
     if stored.dtype not in checks.FLOATS:
-        return Choice(None, reason=f"is {str(stored.dtype).removeprefix('torch.')}")
+        return Choice(None, reason=f"is {checks.dtype_name(stored.dtype)}")
     if len(shape) < 2:
         return Choice(None, reason="is a vector or a number")
     if not stored.nbytes:

@@ -211,7 +211,7 @@ class Codec:
             ones = torch.ones(len(data), numel, dtype=torch.float64, device=data.device)
             return ones, torch.zeros_like(ones)
         zero_points = torch.zeros_like(stored) if zero_points is None else zero_points
-        size = layout(self.format, numel).group_size
+        size = layout(self.format, numel).block_size
         scale, zeros = (t.double().repeat_interleave(size, 1)[:, :numel] for t in (stored, zero_points))
         return scale, zeros
 

@@ -41,9 +41,9 @@ def split(codec: Codec, rows: Tensor, numel: int) -> Fields:
     codes = _codes(codec, matrix[:, : where.codes_bytes], numel).view(*lead, numel)
     scales, zero_points = split_scales(codec, matrix, numel)
     if scales is not None:
-        scales = scales.view(*lead, where.groups)
+        scales = scales.view(*lead, where.blocks)
     if zero_points is not None:
-        zero_points = zero_points.view(*lead, where.groups)
+        zero_points = zero_points.view(*lead, where.blocks)
     return Fields(codes, scales, zero_points)
 
 
@@ -55,7 +55,7 @@ def split_scales(codec: Codec, matrix: Tensor, numel: int) -> tuple[Tensor | Non
     scales = _read_scales(matrix[:, where.scales_offset : where.zeros_offset], codec.format.scale)
     if not codec.format.affine:
         return scales, None
-    return scales, matrix[:, where.zeros_offset : where.zeros_offset + where.groups]
+    return scales, matrix[:, where.zeros_offset : where.zeros_offset + where.blocks]
 
 
 def join(codec: Codec, codes: Tensor, scales: Tensor | None, zero_points: Tensor | None) -> Tensor:
@@ -71,11 +71,11 @@ def join(codec: Codec, codes: Tensor, scales: Tensor | None, zero_points: Tensor
         matrix = matrix.to(torch.int8).view(torch.uint8)
     out[:, : where.codes_bytes] = pack(matrix, codec.bits)
     if scales is not None:
-        stored = scale_bits(scales.float().reshape(lead.numel(), where.groups), codec.format.scale)
+        stored = scale_bits(scales.float().reshape(lead.numel(), where.blocks), codec.format.scale)
         out[:, where.scales_offset : where.zeros_offset] = stored
     if zero_points is not None:
-        end = where.zeros_offset + where.groups
-        out[:, where.zeros_offset : end] = zero_points.reshape(lead.numel(), where.groups)
+        end = where.zeros_offset + where.blocks
+        out[:, where.zeros_offset : end] = zero_points.reshape(lead.numel(), where.blocks)
     return out.view(*lead, where.row_bytes)
 
 
@@ -104,7 +104,7 @@ def _read_scales(stored: Tensor, kind: int) -> Tensor:
 def regions(codec: Codec, row: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
     """The bytes of one row [row_bytes(numel)]: codes, scales and zero points, as they are stored."""
     where = layout(codec.format, numel)
-    end = where.zeros_offset + (where.groups if codec.format.affine else 0)
+    end = where.zeros_offset + (where.blocks if codec.format.affine else 0)
     return row[: where.codes_bytes], row[where.scales_offset : where.zeros_offset], row[where.zeros_offset : end]
 
 
@@ -113,14 +113,14 @@ def new_end(codec: Codec, numel: int) -> tuple[Tensor, Tensor, Tensor]:
     where = layout(codec.format, numel)
     end = torch.zeros(where.row_bytes - where.codes_bytes, dtype=torch.uint8, device="cpu")
     scales = end[where.scales_offset - where.codes_bytes : where.zeros_offset - where.codes_bytes]
-    return end, scales, end[where.zeros_offset - where.codes_bytes :][: where.groups if codec.format.affine else 0]
+    return end, scales, end[where.zeros_offset - where.codes_bytes :][: where.blocks if codec.format.affine else 0]
 
 
 def read_part(codec: Codec, numel: int, start: int, stop: int, read: Callable[[int, int], Tensor]) -> Tensor:
     """The elements from `start` to `stop` of a row of `numel`, as a row of their own. `read` reads bytes of the row."""
     where, size = layout(codec.format, numel), SCALE_BYTES[Scale(codec.format.scale)]
     part = torch.zeros(codec.row_bytes(stop - start), dtype=torch.uint8, device="cpu")
-    first = start // where.group_size if where.groups else 0
+    first = start // where.block_size if where.blocks else 0
     begins = start * codec.bits // 8, where.scales_offset + first * size, where.zeros_offset + first
     for stored, begin in zip(regions(codec, part, stop - start), begins, strict=True):
         if len(stored):
@@ -136,7 +136,7 @@ def _check(codec: Codec, codes: Tensor, scales: Tensor | None, zero_points: Tens
         raise DtypeError(f"codes: expected integers [..., numel], got {checks.describe(codes)}.")
     lowest, highest = _range_of_codes(codec)
     _check_range(codec, codes, "codes", lowest, highest)
-    blocks = (*codes.shape[:-1], layout(codec.format, codes.shape[-1]).groups)
+    blocks = (*codes.shape[:-1], layout(codec.format, codes.shape[-1]).blocks)
     for values, name, wanted in (
         (scales, "scales", codec.block is not None),
         (zero_points, "zero_points", codec.format.affine),

@@ -59,7 +59,7 @@ class Grid(NamedTuple):
 
     def _block(self, column: int) -> tuple[Tensor, Tensor]:
         assert self.scales is not None
-        block = column // layout(self.codec.format, self.numel).group_size
+        block = column // layout(self.codec.format, self.numel).block_size
         scale = self.scales[:, block]
         zeros = scale if self.zero_points is None else self.zero_points[:, block]
         return scale, zeros.long() if self.zero_points is not None else torch.zeros_like(scale, dtype=torch.int64)

@@ -8,6 +8,7 @@ collective that asks: a meeting of all ranks, as every first collective is.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.failures import attempt
 from narrowcast.distributed.transport.group import Group, group_for, subset_for
 from narrowcast.distributed.transport.hosts import Hosts
+from narrowcast.distributed.transport.lane import Lane
 from narrowcast.distributed.transport.work import Work
 from narrowcast.errors import ShapeError
 
@@ -171,6 +173,17 @@ class Sum:
         flat = self.data.view(-1)
         protocol.all_reduce(mesh, flat, self.divisor, near=self.near, far=self.far, seeds=self.seeds, words=words)
 
+    def launch(self, lane: Lane, make: Callable[[], None], async_op: bool) -> Work | None:
+        """`make` it in its turn."""
+
+        def job() -> list[Tensor]:
+            with span("narrowcast::all_reduce"), torch.no_grad():
+                make()
+                self.operands.copy_back()
+            return self.operands.written
+
+        return lane.start("all_reduce", job, self.operands.touched, async_op)
+
 
 def all_reduce_over_mesh(wanted: Sum, given: DeviceMesh, async_op: bool) -> Work | None:
     """`all_reduce` where `group` is a mesh."""
@@ -179,14 +192,7 @@ def all_reduce_over_mesh(wanted: Sum, given: DeviceMesh, async_op: bool) -> Work
     device = wanted.data.device
     everyone = _lane_of_meshes(device)
     mesh = mesh_of(given, device, "mesh", everyone)
-
-    def job() -> list[Tensor]:
-        with span("narrowcast::all_reduce"), torch.no_grad():
-            wanted.over(mesh)
-            wanted.operands.copy_back()
-        return wanted.operands.written
-
-    return everyone.lane.start("all_reduce", job, wanted.operands.touched, async_op)
+    return wanted.launch(everyone.lane, lambda: wanted.over(mesh), async_op)
 
 
 def all_reduce_by_hosts(wanted: Sum, members: dist.ProcessGroup, flat: Collective, async_op: bool) -> Work | None:
@@ -194,18 +200,15 @@ def all_reduce_by_hosts(wanted: Sum, members: dist.ProcessGroup, flat: Collectiv
     if _hosts.get(flat.group, ()) is None or not hosts.may_have_hosts(members.size()):
         return flat.launch(wanted.operands, async_op)
 
-    def job() -> list[Tensor]:
-        with span("narrowcast::all_reduce"), torch.no_grad():
-            find_hosts(members, flat.group)
-            mesh = mesh_of_hosts(members, flat.group, "collectives")
-            if mesh is None:
-                flat.run()
-            else:
-                wanted.over(mesh)
-            wanted.operands.copy_back()
-        return wanted.operands.written
+    def make() -> None:
+        find_hosts(members, flat.group)
+        mesh = mesh_of_hosts(members, flat.group, "collectives")
+        if mesh is None:
+            flat.run()
+        else:
+            wanted.over(mesh)
 
-    return flat.group.lane.start("all_reduce", job, wanted.operands.touched, async_op)
+    return wanted.launch(flat.group.lane, make, async_op)
 
 
 def refuse_to_mesh(given: DeviceMesh, device: torch.device, error: BaseException) -> None:

@@ -141,16 +141,16 @@ def _scheme(name: str, rows: EncodedRows) -> Scheme:
             f"any block that divides the row, any scale, and zero_point=true or not. {leave_out(name)}"
         )
     where = layout(format, rows.numel)
-    if where.groups > 1 and rows.numel % where.group_size:
+    if where.blocks > 1 and rows.numel % where.block_size:
         fit = [block for block in (256, 128, 64, 32, 16, 8) if not rows.numel % block]
         other = f"block={fit[0]}" if fit else "block=row"
         raise ExportError(
-            f"{name}: its rows of {rows.numel} are not a whole number of blocks of {where.group_size}, and "
+            f"{name}: its rows of {rows.numel} are not a whole number of blocks of {where.block_size}, and "
             f'pack-quantized has no short blocks. Quantize it with "{codec.name}:{other}", for one. {leave_out(name)}'
         )
     # A block that is longer than the row is one scale per row, as is block=row.
-    grouped = format.block != ROW and rows.numel % where.group_size == 0
-    return Scheme(format.bits, where.group_size if grouped else None, not format.affine)
+    grouped = format.block != ROW and rows.numel % where.block_size == 0
+    return Scheme(format.bits, where.block_size if grouped else None, not format.affine)
 
 
 def _describe(

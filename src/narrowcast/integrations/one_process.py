@@ -31,9 +31,7 @@ def compress(
     except ModelKindError as error:
         if _ranks() > 1:
             raise ModelKindError(refusal) from error
-        options = {
-            name: value for name, value in options.items() if name != "gather"
-        }  # the codec of FSDP2's parameters
+        options = {name: value for name, value in options.items() if name != "gather"}  # which is FSDP2's alone
         compression = GradientCompression(codec, model=model, **options)
     sends = _ranks(compression.process_group) > 1
     if not sends:

@@ -67,18 +67,7 @@ def export(
     """
     _check_arguments(model, args, path, operators, others, opset_version)
     weights = _encoded(model)
-    if not weights:
-        raise ExportError(
-            "model: no weight in it is quantized by narrowcast. Call narrowcast.quantize_(model) first, or export it "
-            "with torch.onnx.export."
-        )
-    reasons = {names[0]: why for names, _, held in weights if (why := onnx_weights.refusal(held.codec))}
-    if reasons and others == "refuse":
-        name, why = next(iter(reasons.items()))
-        raise ExportError(
-            f'{name}: {why} Quantize it with "int4" or "int8", leave it out with quantize_(..., '
-            f'rules={{"{name}": None}}), or write it as floats with others="decode". One of {len(reasons)} such.'
-        )
+    decoded = _without_operator(weights, others)
     program = torch.onnx.export(
         dequantize_(copy_modules(model)).eval(),
         tuple(args),
@@ -95,13 +84,13 @@ def export(
     graph = program.model.graph
     for names, rows, held in weights:
         used = [name for name in names if name in graph.initializers]
-        if not used or names[0] in reasons:  # the graph does not read it; or it stays decoded
+        if not used or names[0] in decoded:  # the graph does not read it; or it stays decoded
             continue
         if operators == "standard" or not onnx_products.replace(program.model, used[0], rows, held):
             onnx_weights.replace(graph, used[0], rows, held)
     optimizer.optimize_ir(program.model, should_fold=onnx_weights.may_fold)
     program.save(str(path))
-    return reasons
+    return decoded
 
 
 def _encoded(model: nn.Module) -> list[tuple[list[str], Tensor, Held]]:
@@ -109,7 +98,24 @@ def _encoded(model: nn.Module) -> list[tuple[list[str], Tensor, Held]]:
     by_id: dict[int, tuple[list[str], Tensor, Held]] = {}
     for name, rows, held in _every(model):
         by_id.setdefault(id(rows), ([], rows, held))[0].append(name)
+    if not by_id:
+        raise ExportError(
+            "model: no weight in it is quantized by narrowcast. Call narrowcast.quantize_(model) first, or export it "
+            "with torch.onnx.export."
+        )
     return list(by_id.values())
+
+
+def _without_operator(weights: list[tuple[list[str], Tensor, Held]], others: str) -> dict[str, str]:
+    """The weights whose codec no operator of ONNX decodes, and why; refused, unless they may be written as floats."""
+    reasons = {names[0]: why for names, _, held in weights if (why := onnx_weights.refusal(held.codec))}
+    if reasons and others == "refuse":
+        name, why = next(iter(reasons.items()))
+        raise ExportError(
+            f'{name}: {why} Quantize it with "int4" or "int8", leave it out with quantize_(..., '
+            f'rules={{"{name}": None}}), or write it as floats with others="decode". One of {len(reasons)} such.'
+        )
+    return reasons
 
 
 def _every(model: nn.Module) -> Iterator[tuple[str, Tensor, Held]]:

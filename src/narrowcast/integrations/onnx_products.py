@@ -32,7 +32,7 @@ def replace(model: ir.Model, name: str, rows: Tensor, held: Held) -> bool:
         return False
     if format.element not in (Element.INT, Element.AFFINE) or format.bits not in WIDTHS:
         return False
-    if layout(format, held.shape[1]).group_size not in BLOCKS:
+    if layout(format, held.shape[1]).block_size not in BLOCKS:
         return False
     products = [_product(node) for node in weight.consumers()]
     if not products or not all(products):
@@ -42,7 +42,7 @@ def replace(model: ir.Model, name: str, rows: Tensor, held: Held) -> bool:
         "K": held.shape[1],
         "N": held.shape[0],
         "bits": format.bits,
-        "block_size": layout(format, held.shape[1]).group_size,
+        "block_size": layout(format, held.shape[1]).block_size,
     }
     for product in products:
         assert product is not None
@@ -84,7 +84,7 @@ def _product(node: ir.Node) -> tuple[ir.Node, ir.Value, ir.Value | None] | None:
 def _packed(graph: ir.Graph, name: str, rows: Tensor, held: Held) -> list[ir.Value]:
     """The codes, scales and, if any, zero points, as MatMulNBits takes them."""
     codes, scales, zero_points = fields(rows, held)
-    bits, block = held.codec.bits, layout(held.codec.format, codes.shape[1]).group_size
+    bits, block = held.codec.bits, layout(held.codec.format, codes.shape[1]).block_size
     unsigned = codes.to(torch.int16) + (0 if zero_points is not None else 1 << (bits - 1))
     blocks = scales.shape[1]
     padded = F.pad(unsigned, (0, blocks * block - codes.shape[1])).view(len(codes), blocks, block).numpy()

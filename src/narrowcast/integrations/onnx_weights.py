@@ -125,7 +125,7 @@ def _decode(graph: ir.Graph, name: str, rows: Tensor, held: Held, weight: ir.Val
     """The value that a weight decodes to: DequantizeLinear, then what shape and dtype ask for."""
     codes, scales, zero_points = fields(rows, held)
     where = layout(held.codec.format, codes.shape[1])
-    by_rows = where.groups == 1
+    by_rows = where.blocks == 1
     axis = 0 if by_rows else 1
     if turned:
         codes, axis = codes.t(), 1 - axis
@@ -138,7 +138,7 @@ def _decode(graph: ir.Graph, name: str, rows: Tensor, held: Held, weight: ir.Val
     ]
     if zero_points is not None:
         inputs.append(initializer(graph, f"{name}_zero_points", zero_points.numpy().reshape(shape).astype(kind), dtype))
-    attributes = {"axis": axis} if by_rows else {"axis": axis, "block_size": where.group_size}
+    attributes = {"axis": axis} if by_rows else {"axis": axis, "block_size": where.block_size}
     nodes = [ir.node("DequantizeLinear", inputs, attributes=attributes)]
     if list(codes.shape) != list(held.shape) and not turned:
         target = np.array(held.shape, dtype=np.int64)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from narrowcast.distributed import GradientCompression
+from narrowcast.distributed.gradients.error_feedback.redistribution import without_residuals
 from narrowcast.errors import MissingFileError, StateDictError
 
 TENSORS = ("sender", "owner")
@@ -29,7 +30,7 @@ TENSORS = ("sender", "owner")
 
 def state_of(compression: GradientCompression, residuals: bool) -> dict[str, Any]:
     """The state of this rank, as a checkpoint holds it."""
-    return compression.state_dict() if residuals else _without_residuals(compression.state_dict())
+    return compression.state_dict() if residuals else without_residuals(compression.state_dict())
 
 
 def save(compression: GradientCompression, folder: str | os.PathLike[str], residuals: bool, number: int = 0) -> None:
@@ -99,7 +100,7 @@ def _take(compression: GradientCompression, state: Mapping[str, Any], residuals:
     current = compression.residuals
     if residuals and current is not None and state.get("ranks", 0) not in (0, current.holder.ranks):
         raise StateDictError(_other_ranks(state["ranks"], current.holder.ranks))
-    compression.load_state_dict(state if residuals else _without_residuals(state))
+    compression.load_state_dict(state if residuals else without_residuals(state))
 
 
 def _other_ranks(there: int, here: int) -> str:
@@ -107,10 +108,6 @@ def _other_ranks(there: int, here: int) -> str:
         f"the checkpoint holds the gradient states of {there} ranks, and this run has {here}. Residuals belong to a "
         f"rank: run with {there} ranks, or pass residuals=False to resume without them."
     )
-
-
-def _without_residuals(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {**state, "sender": {}, "owner": {}, "ranks": 0, "rank": 0}
 
 
 def _tensors(state: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast import codec as as_codec
-from narrowcast.codecs import Codec
+from narrowcast.codecs import Codec, checks
 from narrowcast.codecs.payload import EncodedRows, Encoding, encode_rows
 from narrowcast.codecs.registry import codec_in_file
 from narrowcast.codecs.rules import CodecLike, compile_rules
@@ -284,8 +284,8 @@ def _check_rows(name: str, module: nn.Module) -> None:
         if not fits or rows.dtype != torch.uint8:
             expected = f"rows of {held.codec.spec!r} for a weight of {list(held.shape)}" if held else "floats"
             raise StateDictError(
-                f"{name}.{parameter}: expected {expected}, found {str(rows.dtype).removeprefix('torch.')} "
-                f"{list(rows.shape)}. config.json and the files are of different saves, or the weight was encoded "
-                "without its model as [in, out], as GPT-2 keeps it: quantize that model with from_pretrained(..., "
+                f"{name}.{parameter}: expected {expected}, found {checks.describe(rows)}. "
+                "config.json and the files are of different saves, or the weight was encoded without its model as "
+                "[in, out], as GPT-2 keeps it: quantize that model with from_pretrained(..., "
                 "quantization_config=NarrowcastConfig(...)) instead."
             )

@@ -112,8 +112,7 @@ def fake_quantize(x: Tensor, scale: Tensor, grid: Grid) -> Result:
     size, device = x.shape, x.device
     if len(size) != 3 or x.dtype not in FLOATS or not x.is_contiguous():
         _dense("x", x, FLOATS, (1, 1, x.numel()) if len(size) != 3 else tuple(size), device)
-    if scale.shape != size[1:2] or scale.dtype is not _FLOAT32 or scale.device != device or not scale.is_contiguous():
-        _dense("scale", scale, FLOAT32, (size[1],), device)
+    _dense_vector("scale", scale, size[1], device)
     _grid(grid, device)
     return size, x.dtype
 
@@ -228,25 +227,12 @@ def _summands(data: Tensor, numel: int, recipe: Recipe, own: Tensor | None, own_
 def _grid(grid: Grid, device: torch.device) -> None:
     levels, thresholds, uniform = grid
     count = levels.numel()
-    if (
-        levels.dim() != 1
-        or not count
-        or levels.dtype is not _FLOAT32
-        or levels.device != device
-        or not levels.is_contiguous()
-    ):
-        _dense("levels", levels, FLOAT32, (max(count, 1),), device)
+    _dense_vector("levels", levels, max(count, 1), device)
     if uniform:
         return
     if count > MOST_LEVELS:
         raise ShapeError(f"levels: {count} of them, and a table has at most {MOST_LEVELS}: codes have 8 bits.")
-    if (
-        thresholds.shape != (count - 1,)
-        or thresholds.dtype is not _FLOAT32
-        or thresholds.device != device
-        or not thresholds.is_contiguous()
-    ):
-        _dense("thresholds", thresholds, FLOAT32, (count - 1,), device)
+    _dense_vector("thresholds", thresholds, count - 1, device)
 
 
 def _dense_vector(name: str, vector: Tensor, numel: int, device: torch.device) -> None:

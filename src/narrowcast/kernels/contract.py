@@ -64,6 +64,9 @@ class Kernel:
     integer_conv = checked(operations.INTEGER_CONV)
     fake_quantize = checked(operations.FAKE_QUANTIZE)
 
+    _fake_quantize_backward: Callable[..., None]
+    _adamw: Callable[..., None]
+
     def fake_quantize_backward(
         self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid
     ) -> None:
@@ -71,11 +74,6 @@ class Kernel:
         arguments.out(dx, arguments.fake_quantize_backward(grad, x, scale, grid), x.device, "dx")
         arguments.out(dscale, (scale.shape, torch.float32), x.device, "dscale")
         self._fake_quantize_backward(dx, dscale, grad, x, scale, grid)
-
-    def _fake_quantize_backward(
-        self, dx: Tensor, dscale: Tensor, grad: Tensor, x: Tensor, scale: Tensor, grid: Grid
-    ) -> None:
-        raise NotImplementedError
 
     def adamw(
         self,
@@ -91,19 +89,6 @@ class Kernel:
         """One step of AdamW, in place: the parameter and the rows of its moments (moments.py)."""
         moments.adamw(parameter, first, second, grad, recipe, seed, takes_momentum, step)
         self._adamw(parameter, first, second, grad, recipe, seed, takes_momentum, step)
-
-    def _adamw(
-        self,
-        parameter: Tensor,
-        first: Tensor,
-        second: Tensor,
-        grad: Tensor,
-        recipe: Recipe,
-        seed: int,
-        takes_momentum: bool,
-        step: Step,
-    ) -> None:
-        raise NotImplementedError
 
     def fresh(self, out: Tensor) -> None:
         """A hint: `out` is new memory, about to be written whole."""

@@ -124,12 +124,22 @@ class Grid(NamedTuple):
 class Layout(NamedTuple):
     """Byte offsets inside one row of `numel` elements."""
 
-    groups: int
-    group_size: int
+    blocks: int
+    block_size: int
     codes_bytes: int
     scales_offset: int
     zeros_offset: int
     row_bytes: int
+
+    @property
+    def groups(self) -> int:
+        """What nn/rounding still calls `blocks`."""
+        return self.blocks
+
+    @property
+    def group_size(self) -> int:
+        """What nn/rounding still calls `block_size`."""
+        return self.block_size
 
 
 def layout(format: Format, numel: int) -> Layout:
@@ -146,14 +156,14 @@ def _remembered_layout(format: Format, numel: int) -> Layout:
 
 
 def _layout(format: Format, numel: int) -> Layout:
-    group_size = numel if format.block == ROW else format.block
-    groups = 0 if group_size == 0 else -(-numel // group_size)
+    block_size = numel if format.block == ROW else format.block
+    blocks = 0 if block_size == 0 else -(-numel // block_size)
     codes_bytes = -(-numel * format.bits // 8)
     size = SCALE_BYTES[Scale(format.scale)]
     scales_offset = _align(codes_bytes, max(size, 1))
-    zeros_offset = scales_offset + groups * size
-    end = zeros_offset + (groups if format.affine else 0)
-    return Layout(groups, group_size, codes_bytes, scales_offset, zeros_offset, _align(end, ALIGNMENT))
+    zeros_offset = scales_offset + blocks * size
+    end = zeros_offset + (blocks if format.affine else 0)
+    return Layout(blocks, block_size, codes_bytes, scales_offset, zeros_offset, _align(end, ALIGNMENT))
 
 
 class Scaling(NamedTuple):

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from narrowcast.codecs import Codec
 from narrowcast.codecs.payload import EncodedRows
 from narrowcast.codecs.rules import CodecLike, Rules, compile_rules
+from narrowcast.codecs.sensitivity import is_finite
 from narrowcast.errors import QuantizeError
 from narrowcast.nn.modules.base import (
     Conversion,
@@ -163,8 +163,7 @@ def _refuse_nonfinite(weights: Iterable[Weight]) -> None:
     wrong = []
     for weight in weights:
         values = weight.slots[0].float_weight().detach()
-        # One pass without a copy: the extremes of a tensor are finite if and only if all of it is.
-        if values.device.type != "meta" and not all(extreme.isfinite() for extreme in torch.aminmax(values)):
+        if not values.is_meta and not is_finite(values):
             wrong.append(weight.slots[0].key)
     if wrong:
         others = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""

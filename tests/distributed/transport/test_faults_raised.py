@@ -168,7 +168,7 @@ def _hit_block(codec: nc.Codec) -> Tensor:
     part = -(-NUMEL // (WORLD * 128)) * 128
     start = HIT // part * part
     end = min(NUMEL, start + part)
-    size = cases.group_size(codec, end - start)
+    size = cases.block_size(codec, end - start)
     first = start + (HIT - start) // size * size
     hit = torch.zeros(NUMEL, dtype=torch.bool)
     hit[first : min(end, first + size)] = True

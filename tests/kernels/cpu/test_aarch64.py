@@ -52,7 +52,7 @@ def case_of(codec: nc.codecs.Codec, x: Tensor) -> bytes:
     numel = x.shape[1]
     where = layout(format, numel)
     told = (format.element, format.bits, format.scale, format.stochastic, format.signed_scale, 0)
-    sizes = (numel, where.groups, where.group_size, where.codes_bytes, where.scales_offset, where.zeros_offset)
+    sizes = (numel, where.blocks, where.block_size, where.codes_bytes, where.scales_offset, where.zeros_offset)
     spec = struct.pack("<6i2f7q", *told, *scaling(format, peak), *sizes, where.row_bytes)
     levels = b"" if table is None else table.numpy().tobytes()
     return spec + struct.pack("<2qqQq", 0, 0, len(x), SEED, len(levels) // 4) + levels + x.numpy().tobytes()

@@ -223,7 +223,7 @@ def whole(case: Case, recipe: Recipe, n: int, k: int) -> tuple[Tensor, Tensor, T
     picked = torch.randint(len(codes), (n, place.codes_bytes), generator=generator)
     data[:, : place.codes_bytes] = codes[picked].to(torch.uint8)
     if format.scale:
-        powers = torch.randint(0, 3, (n, place.groups), generator=generator)
+        powers = torch.randint(0, 3, (n, place.blocks), generator=generator)
         kinds = {Scale.FP32: torch.float32, Scale.BF16: torch.bfloat16, Scale.FP16: torch.float16}
         scale = Scale(format.scale)
         stored = (

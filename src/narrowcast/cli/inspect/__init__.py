@@ -47,17 +47,9 @@ def inspect(
 
     Example: narrowcast inspect model/ --budget 4.5 --rules-out rules.toml
     """
-    if rounding not in ("nearest", "search"):
-        refuse(f"--rounding {rounding!r}: expected nearest or search; a checkpoint alone has no data for gptq.")
+    _check_options(rounding, plot, budget, rules_out, overwrite)
     if plot is not None:
-        check_picture("--plot", plot)
         from narrowcast.cli.inspect.plot import draw  # before the work: matplotlib may be missing
-    if rules_out is not None:
-        if budget is None:
-            refuse(
-                f"--rules-out {str(rules_out)!r} writes the mix that --budget finds. Add, for example, --budget 4.5."
-            )
-        check_place(f"--rules-out {str(rules_out)!r}", rules_out, overwrite)
 
     from narrowcast.checkpoint.files import new_file
     from narrowcast.cli.inspect import report
@@ -82,6 +74,21 @@ def inspect(
         print(json.dumps(report.as_dict(lines, mix, rules_out)))
     else:
         report.show(lines, others, tried, mix, rules_out)
+
+
+def _check_options(
+    rounding: str, plot: Path | None, budget: float | None, rules_out: Path | None, overwrite: bool
+) -> None:
+    if rounding not in ("nearest", "search"):
+        refuse(f"--rounding {rounding!r}: expected nearest or search; a checkpoint alone has no data for gptq.")
+    if plot is not None:
+        check_picture("--plot", plot)
+    if rules_out is not None:
+        if budget is None:
+            refuse(
+                f"--rules-out {str(rules_out)!r} writes the mix that --budget finds. Add, for example, --budget 4.5."
+            )
+        check_place(f"--rules-out {str(rules_out)!r}", rules_out, overwrite)
 
 
 def _parse_pattern(pattern: str) -> re.Pattern[str]:

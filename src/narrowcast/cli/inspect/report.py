@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from narrowcast.cli.inspect.weights import Weight
-from narrowcast.codecs import Codec
+from narrowcast.codecs import Codec, checks
 from narrowcast.codecs.mix import Mix
 from narrowcast.codecs.sensitivity import Statistics, decibels
 
@@ -71,7 +71,7 @@ def _table(lines: Sequence[Line], codecs: Sequence[Codec], mix: Mix | None) -> T
     if mix is not None:
         columns.add_column("chosen")
     for weight, statistics, _ in lines:
-        dtype = _name(weight)
+        dtype = checks.dtype_name(weight.dtype)
         kind = dtype if weight.codec is None else f"{weight.codec.spec} of {dtype}"
         span = (f"{value:.3g}" for value in _span(statistics).values())
         ratios = [_number(statistics.sqnr(codec.spec)) if statistics.noise else "" for codec in codecs]
@@ -104,7 +104,7 @@ def _weight_dict(line: Line) -> dict[str, Any]:
     return {
         "name": weight.name,
         "shape": list(weight.shape),
-        "dtype": _name(weight),
+        "dtype": checks.dtype_name(weight.dtype),
         "codec": weight.codec.spec if weight.codec else None,
         **{key: _finite(value) for key, value in _span(statistics).items()},
         "sqnr_db": {spec: _finite(statistics.sqnr(spec)) for spec in statistics.noise},
@@ -123,10 +123,6 @@ def _mix_dict(mix: Mix, rules_out: Path | None) -> dict[str, Any]:
         "uniform": single and {"codec": single.codec, "bits": single.bits, "sqnr_db": _finite(single.sqnr)},
         "rules": str(rules_out) if rules_out else None,
     }
-
-
-def _name(weight: Weight) -> str:
-    return str(weight.dtype).removeprefix("torch.")
 
 
 def _span(statistics: Statistics) -> dict[str, float]:

@@ -16,13 +16,11 @@ import typer
 from narrowcast.cli.plan.arguments import (
     COUNTS,
     DTYPES,
-    TIMES,
+    Network,
     check_buckets,
     check_options,
-    count_ranks,
+    network_on_paper,
     parse_amount,
-    parse_rate,
-    parse_rates,
 )
 from narrowcast.cli.shared.failing import refuse
 from narrowcast.cli.shared.launched import rank, world
@@ -65,43 +63,22 @@ def plan(
     A cluster, from a laptop: narrowcast plan --params 7B --hosts 8 --ranks-per-host 8 --bandwidth 10gbit --device H100
     """
     count = int(parse_amount("--params", params, COUNTS, "124M or 7B", least=1))
-    delay = parse_amount("--latency", latency, TIMES, "50us or 1ms")
     check_options(dtype, bucket_mb, margin)
-    live = ranks is None and bandwidth is None and ranks_per_host is None and world() > 1
-    if live and (hosts != 1 or local_bandwidth is not None):
-        refuse("--hosts and --local-bandwidth are for a plan on paper; live, hosts are as torchrun has started them.")
-    number = 0 if live else count_ranks(ranks, hosts, ranks_per_host, bandwidth)
-    if not live and local_bandwidth is not None and not 1 < hosts < number:
-        refuse("--local-bandwidth: is that between ranks of a host. Say how many hosts there are: --hosts 8.")
-    rates = parse_rates("--bandwidth", bandwidth, hosts if hosts > 1 else number) if bandwidth else []
-    local = None if local_bandwidth is None else parse_rate("--local-bandwidth", local_bandwidth)
-
-    import torch
-
-    from narrowcast.cli.plan.show import show
-    from narrowcast.distributed.planning import planner as planning
-
-    kind, named = _device(device, live)
-    feedback = None if error_feedback else False
-    numbers = getattr(torch, DTYPES[dtype])
-    given = planning.candidates_for(numbers, feedback) if codecs is None else tuple(split_specs(codecs))
-    check_buckets(count, numbers.itemsize, bucket_mb)
-    buckets = planning.buckets_of(count, numbers, bucket_mb)
-    options = {"dtype": numbers, "error_feedback": feedback, "margin": margin}
-    if live:
-        result = _plan_live(buckets, kind, given, options)
+    network = network_on_paper(ranks, hosts, ranks_per_host, bandwidth, local_bandwidth, latency, world() > 1)
+    kind, named = _device(device, live=network is None)
+    buckets, candidates, options = _gradients(count, dtype, bucket_mb, codecs, error_feedback, margin)
+    if network is None:
+        result = _plan_live(buckets, kind, candidates, options)
     else:
-        places = number // hosts if hosts > 1 else 1
-        if local is None and named is not None:
-            local = 1e9 * named.local_gbit_per_s
-        link = {"latency_s": delay, "device": kind, "places": places, "local_bits_per_s": local}
-        result = _plan_on_paper(buckets, number, hosts, min(rates), link, given, options, named)
+        result = _plan_on_paper(buckets, network, kind, named, candidates, options)
     if rank() == 0:
         if as_json:
-            told = {"params": count, "live": live, "device": named.name if named else kind}
+            told = {"params": count, "live": network is None, "device": named.name if named else kind}
             print(json.dumps({**result.as_dict(), **told}))
         else:
-            show(result, _head(result, count, live, dtype, kind, named, rates), result.advice)
+            from narrowcast.cli.plan.show import show
+
+            show(result, _head(result, count, dtype, network, kind, named), result.advice)
 
 
 def _device(name: str, live: bool) -> tuple[str, Device | None]:
@@ -127,18 +104,32 @@ def _device(name: str, live: bool) -> tuple[str, Device | None]:
     return "cuda", found
 
 
+def _gradients(
+    count: int, dtype: str, bucket_mb: float, codecs: str | None, error_feedback: bool, margin: float
+) -> tuple[list[int], tuple[str, ...], dict[str, Any]]:
+    """The sizes of the buckets, the codecs to consider, and what else decides between them."""
+    import torch
+
+    from narrowcast.distributed.planning import planner
+
+    numbers = getattr(torch, DTYPES[dtype])
+    feedback = None if error_feedback else False
+    candidates = planner.candidates_for(numbers, feedback) if codecs is None else tuple(split_specs(codecs))
+    check_buckets(count, numbers.itemsize, bucket_mb)
+    options = {"dtype": numbers, "error_feedback": feedback, "margin": margin}
+    return planner.buckets_of(count, numbers, bucket_mb), candidates, options
+
+
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
 def _plan_on_paper(
     buckets: list[int],
-    ranks: int,
-    hosts: int,
-    rate: float,
-    link: dict[str, Any],
+    network: Network,
+    device: str,
+    named: Device | None,
     codecs: tuple[str, ...],
     options: dict[str, Any],
-    named: Device | None,
 ) -> Plan:
     from narrowcast.codecs import codec as as_codec
     from narrowcast.distributed.planning.codec_speed import measure_codecs
@@ -148,17 +139,22 @@ def _plan_on_paper(
     from narrowcast.distributed.planning.prediction import NONE
     from narrowcast.distributed.transport.gloo import EAGER
 
+    ranks, hosts = network.ranks, network.hosts
     together = hosts if 1 < hosts < ranks else ranks
     considered = [as_codec(name) for name in codecs if name != NONE]
     if named is None:
-        speeds = measure_codecs(considered, link["device"], ranks=together)
+        speeds, local = measure_codecs(considered, device, ranks=together), network.local_rate
     else:
-        speeds = derived_speeds(considered, named)
-    eager = 0 if link["device"] == "cuda" else EAGER
-    return decide(buckets, ranks, link_on_paper(rate, **link), speeds, eager=eager, hosts=hosts, **options)
+        speeds, local = derived_speeds(considered, named), network.local_rate or 1e9 * named.local_gbit_per_s
+    places = ranks // hosts if hosts > 1 else 1
+    link = link_on_paper(
+        min(network.rates), latency_s=network.latency_s, device=device, places=places, local_bits_per_s=local
+    )
+    eager = 0 if device == "cuda" else EAGER
+    return decide(buckets, ranks, link, speeds, eager=eager, hosts=hosts, **options)
 
 
-def _plan_live(buckets: list[int], device: str, codecs: tuple[str, ...], options: dict[str, object]) -> Plan:
+def _plan_live(buckets: list[int], device: str, codecs: tuple[str, ...], options: dict[str, Any]) -> Plan:
     import torch
     import torch.distributed as dist
 
@@ -167,7 +163,7 @@ def _plan_live(buckets: list[int], device: str, codecs: tuple[str, ...], options
     where = torch.device(device, int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device("cpu")
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     try:
-        return planner.plan(buckets, None, where, candidates=codecs, **options)  # type: ignore[arg-type]
+        return planner.plan(buckets, None, where, candidates=codecs, **options)
     finally:
         dist.destroy_process_group()
 
@@ -175,12 +171,11 @@ def _plan_live(buckets: list[int], device: str, codecs: tuple[str, ...], options
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def _head(
-    result: Plan, count: int, live: bool, dtype: str, kind: str, named: Device | None, rates: list[float]
-) -> list[str]:
+def _head(result: Plan, count: int, dtype: str, network: Network | None, kind: str, named: Device | None) -> list[str]:
     """What the plan was made from."""
     from narrowcast.cli.plan.show import by_hosts, link_line
 
+    live, rates = network is None, network.rates if network else []
     buckets = f"{len(result.buckets)} bucket{'s' if len(result.buckets) > 1 else ''}"
     unequal = f" (the slowest of {len(rates)} links: every rank waits for it)" if len(set(rates)) > 1 else ""
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from narrowcast.cli.shared.failing import refuse
 
@@ -13,6 +14,17 @@ RATES = {f"{prefix}{unit}": size for unit in ("bit", "bps") for prefix, size in 
 """Bits a second. "gbps" means bits to most people, so it does here; "GBps" and "GB/s" mean bytes, and are refused."""
 MOST_BUCKETS = 10**6
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network of a plan on paper. Rates are bits a second."""
+
+    ranks: int
+    hosts: int
+    rates: list[float]
+    local_rate: float | None
+    latency_s: float
 
 
 def parse_amount(
@@ -50,6 +62,31 @@ def parse_rates(option: str, text: str, links: int) -> list[float]:
             "differs: the slowest decides."
         )
     return rates
+
+
+def network_on_paper(
+    ranks: int | None,
+    hosts: int,
+    per_host: int | None,
+    bandwidth: str | None,
+    local_bandwidth: str | None,
+    latency: str,
+    launched: bool,
+) -> Network | None:
+    """The network that options describe; None where they describe none and torchrun has `launched` several ranks."""
+    delay = parse_amount("--latency", latency, TIMES, "50us or 1ms")
+    if launched and ranks is None and bandwidth is None and per_host is None:
+        if hosts != 1 or local_bandwidth is not None:
+            refuse(
+                "--hosts and --local-bandwidth are for a plan on paper; live, hosts are as torchrun has started them."
+            )
+        return None
+    number = count_ranks(ranks, hosts, per_host, bandwidth)
+    if local_bandwidth is not None and not 1 < hosts < number:
+        refuse("--local-bandwidth: is that between ranks of a host. Say how many hosts there are: --hosts 8.")
+    rates = parse_rates("--bandwidth", bandwidth or "", hosts if hosts > 1 else number)
+    local = None if local_bandwidth is None else parse_rate("--local-bandwidth", local_bandwidth)
+    return Network(number, hosts, rates, local, delay)
 
 
 def count_ranks(ranks: int | None, hosts: int, per_host: int | None, bandwidth: str | None) -> int:

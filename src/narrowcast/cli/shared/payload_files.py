@@ -103,9 +103,8 @@ def _entry_to_encode(source: Source, name: str, codec: Codec, seed: int, finite:
 
 def _describe(source: Source, name: str, after: dict[str, int]) -> dict[str, Any]:
     stored = source.stored[name]
-    kind = str(stored.dtype).removeprefix("torch.")
     sizes = {"bytes_before": stored.nbytes, "bytes_after": after[name]}
-    return {"name": name, "shape": list(stored.shape), "dtype": kind, **sizes}
+    return {"name": name, "shape": list(stored.shape), "dtype": checks.dtype_name(stored.dtype), **sizes}
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ def decode(path: Path, target: Path, name: str | None, dtype: torch.dtype | None
                 "name": entry.name,
                 "codec": checkpoint.encodings[entry.name].codec.spec if entry.name in checkpoint.encodings else None,
                 "shape": list(entry.stored.shape),
-                "dtype": str(entry.stored.dtype).removeprefix("torch."),
+                "dtype": checks.dtype_name(entry.stored.dtype),
             }
             for entry in entries
         ],

@@ -7,7 +7,6 @@ has its name at its end, in its colour, and there are no legends. matplotlib is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 COLOURS = {
@@ -76,19 +75,9 @@ def name_at(axes: Any, at: tuple[float, float], label: str, name: str, offset: t
     axes.annotate(label, at, offset, color=colour_of(name), **placed)
 
 
-def name_right(figure: Any, axes: Any, ends: dict[str, tuple[float, float]]) -> None:
-    """Names to the right of lines that end at the same x, moved apart where they would overlap."""
-    figure.draw_without_rendering()  # or the scale of y is not known yet
-    points = 72 / figure.dpi
-    heights = {name: axes.transData.transform(end)[1] * points for name, end in ends.items()}
-    order = sorted(heights, key=heights.__getitem__)
-    for name, height in zip(order, apart([heights[name] for name in order]), strict=True):
-        name_at(axes, ends[name], name, name, (9, height - heights[name]))
-
-
 def name_above(figure: Any, axes: Any, tops: dict[str, tuple[float, float]]) -> None:
     """Names above points at the top of a picture, slanted, moved apart where they would overlap."""
-    figure.draw_without_rendering()
+    figure.draw_without_rendering()  # or the scale of x is not known yet
     points = 72 / figure.dpi
     places = {name: axes.transData.transform(top)[0] * points for name, top in tops.items()}
     order = sorted(places, key=places.__getitem__)
@@ -125,7 +114,3 @@ def plain_ticks(axis: Any) -> None:
 
 def title(axes: Any, words: str) -> None:
     axes.set_title(words, loc="left", fontsize=11, color=INK)
-
-
-def save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=140)

@@ -52,12 +52,7 @@ def compress_gradients(
     The other arguments are those of `GradientCompression`, which is returned; error_feedback="owner" has no meaning for
     FSDP2 without replicas, whose sums are not quantized.
     """
-    trainer: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    sharded = _sharded(trainer)
-    _refuse(sharded and momentum is not None, "momentum", _NO_MOMENTUM)
-    if not sharded:
-        _check_ddp(model, trainer)
-        _refuse(gather is not None, f"gather={gather!r}", _NO_GATHER)
+    trainer, sharded = _trainer_of(model, momentum, gather)
     state = GradientCompression(
         codec,
         error_feedback=error_feedback,
@@ -74,13 +69,30 @@ def compress_gradients(
         optimizer=optimizer,
         residual_codec=residual_codec,
     )
+    _attach(trainer, state, sharded, gather)
+    return state
+
+
+def _trainer_of(model: nn.Module, momentum: object, gather: AnyCodec | None) -> tuple[Any, bool]:
+    """The DDP or FSDP2 model, and whether it is FSDP2's; refuses other models, and what one of the two cannot do."""
+    trainer: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    sharded = _sharded(trainer)
+    if sharded and momentum is not None:
+        raise SpecError(f"momentum: {_NO_MOMENTUM}")
+    if not sharded:
+        _check_ddp(model, trainer)
+        if gather is not None:
+            raise SpecError(f"gather={gather!r}: {_NO_GATHER}")
+    return trainer, sharded
+
+
+def _attach(trainer: Any, state: GradientCompression, sharded: bool, gather: AnyCodec | None) -> None:
     if sharded:
         from narrowcast.distributed.gradients.fsdp import shards
 
         shards.attach(trainer, state, gather)
     else:
         ddp.attach(trainer, state)
-    return state
 
 
 _NO_MOMENTUM = (
@@ -117,8 +129,3 @@ def _check_ddp(model: object, trainer: object) -> None:
         f"model: {name} exchanges no gradients. Wrap it first: model = DistributedDataParallel(model), or "
         "fully_shard(model), then compress_gradients(model, ...)."
     )
-
-
-def _refuse(wrong: bool, argument: str, why: str) -> None:
-    if wrong:
-        raise SpecError(f"{argument}: {why}")

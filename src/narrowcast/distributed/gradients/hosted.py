@@ -21,10 +21,10 @@ from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed.collective import Collective
 from narrowcast.distributed.encoder import lossless
 from narrowcast.distributed.gradients.gather import GatheredChunk
-from narrowcast.distributed.gradients.layout import ChunkLayout, runs_of
+from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.reduction import Bucket, GradientChunk
 from narrowcast.distributed.gradients.side_by_side import SideBySide
-from narrowcast.distributed.protocols import pipeline, two_stage
+from narrowcast.distributed.protocols import pipeline
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.protocols.pipeline import Chunk, Segment
 from narrowcast.distributed.transport.agreement import Call
@@ -115,14 +115,7 @@ class _SharedChunk(GradientChunk):
     ) -> None:
         self.collective, self.layout, self.step = collective, layout, bucket.residuals_of(layout, collective, index)
         self._share = share
-        segments = []
-        if layout.exempt:
-            parts = share.exempt.split(two_stage.split(len(share.exempt), collective.size))
-            segments.append(Segment(collective.encoder.using(as_codec("raw")), parts))
-        meant = share.matrix if self.step.next_sender is None else self.step.next_sender
-        for run in runs_of(layout, collective.call.codec, sharded=False) if layout.sections else ():
-            averages = share.matrix[:, run.places].unbind()
-            segments.append(self.segment(run, meant[:, run.places], averages, bucket.probe))
+        segments = self.averaged(as_codec("raw"), share.exempt, share.matrix, bucket.probe)
         super().__init__(collective, segments, index, divisor=bucket.mesh.size)
 
     def prepare(self) -> None:

@@ -127,6 +127,17 @@ class GradientChunk(Chunk):
                 self.step.next_owner[span][section.owned(self.rank) :].zero_()
         self.step.end()
 
+    def averaged(self, exact: Codec, exempt: Tensor, matrix: Tensor, probe: Probe | None) -> list[Segment]:
+        """The segments of elements whose averages take their places: exempt ones in `exact`, others in the codec."""
+        layout, segments = self.layout, []
+        if layout.exempt:
+            parts = exempt.split(two_stage.split(layout.exempt_numel, self.collective.size))
+            segments.append(Segment(self.collective.encoder.using(exact), parts))
+        meant = matrix if self.step.next_sender is None else self.step.next_sender
+        for run in runs_of(layout, self.collective.call.codec, sharded=False) if layout.sections else ():
+            segments.append(self.segment(run, meant[:, run.places], matrix[:, run.places].unbind(), probe))
+        return segments
+
     def segment(self, run: Run, parts: Tensor, sums: Sequence[Tensor], probe: Probe | None) -> Segment:
         """The segment of one run; `parts` [ranks, columns] are what is encoded."""
         owner, owner_next = self.step.owner, self.step.next_owner
@@ -165,14 +176,7 @@ class _FlatChunk(GradientChunk):
         self.collective, self.layout, self.step = collective, layout, bucket.residuals_of(layout, collective, index)
         self._bucket = bucket
         self._here = here = SideBySide(collective, bucket.gradients, layout, index)
-        segments = []
-        if layout.exempt:
-            parts = here.exempt.split(two_stage.split(layout.exempt_numel, collective.size))
-            segments.append(Segment(collective.encoder.using(lossless(bucket.gradients.dtype)), parts))
-        meant = here.matrix if self.step.next_sender is None else self.step.next_sender
-        for run in runs_of(layout, collective.call.codec, sharded=False) if layout.sections else ():
-            averages = here.matrix[:, run.places].unbind()
-            segments.append(self.segment(run, meant[:, run.places], averages, bucket.probe))
+        segments = self.averaged(lossless(bucket.gradients.dtype), here.exempt, here.matrix, bucket.probe)
         super().__init__(collective, segments, index, bucket.divisor or collective.size, eager=False)
 
     def prepare(self) -> None:

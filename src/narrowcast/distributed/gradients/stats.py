@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,25 +26,19 @@ class Probe:
     def __init__(self) -> None:
         self._sums: dict[str, list[Tensor]] = {"sender": [], "owner": []}
 
-    def sender(self, meant: Tensor, sent: Tensor) -> None:
-        self._add("sender", meant, sent)
+    def add(self, which: Literal["sender", "owner"], meant: Tensor, sent: Tensor) -> None:
+        meant = meant.float()
+        pair = meant.new_empty(2)
+        pair[0], pair[1] = meant.norm() ** 2, (meant - sent).norm() ** 2
+        self._sums[which].append(pair)
 
-    def owner(self, meant: Tensor, sent: Tensor) -> None:
-        self._add("owner", meant, sent)
-
-    def sqnr(self, which: str) -> float:
+    def sqnr(self, which: Literal["sender", "owner"]) -> float:
         """In dB; NaN where nothing was quantized."""
         sums = [pair.tolist() for pair in self._sums[which]]
         signal, noise = (math.fsum(pair[i] for pair in sums) for i in (0, 1))
         if not signal > 0:
             return math.nan
         return 10 * math.log10(signal / noise) if noise > 0 else math.inf
-
-    def _add(self, which: str, meant: Tensor, sent: Tensor) -> None:
-        meant = meant.float()
-        pair = meant.new_empty(2)
-        pair[0], pair[1] = meant.norm() ** 2, (meant - sent).norm() ** 2
-        self._sums[which].append(pair)
 
 
 @dataclass

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from narrowcast.codecs import Codec
+from narrowcast.codecs import Codec, checks
 from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed.gradients.options import Mode
 from narrowcast.distributed.meshes import Given, meet_hosts, ranks_in, size_of
@@ -68,8 +68,8 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; buckets as pairs of a size and how many have it."""
         values = dataclasses.asdict(self)
-        dtype = str(self.dtype).removeprefix("torch.")
-        return {**values, "buckets": [list(pair) for pair in Counter(self.buckets).items()], "dtype": dtype}
+        buckets = [list(pair) for pair in Counter(self.buckets).items()]
+        return {**values, "buckets": buckets, "dtype": checks.dtype_name(self.dtype)}
 
     def __str__(self) -> str:
         head = f"{'codec':<12}{'MB sent':>12}{'wire s':>10}{'coding s':>10}{'total s':>10}{'x none':>8}"

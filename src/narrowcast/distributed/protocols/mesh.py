@@ -53,9 +53,6 @@ class Mesh(Refusing):
     def lane(self) -> Lane:
         return self.everyone.lane
 
-    def lane_of_calls(self) -> Lane:
-        return self.lane
-
     @property
     def nccl(self) -> bool:
         return bool(self.within.nccl)

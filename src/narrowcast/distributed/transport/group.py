@@ -56,7 +56,7 @@ class Group(Refusing):
         self.rank = connections.rank
         self.ranks = connections.ranks
         self.buffers = Buffers()
-        self.lane = Lane(f"narrowcast {self.name}", self.device)
+        self._lane = Lane(f"narrowcast {self.name}", self.device)
         self.prepared: dict[object, object] = {}
         """What protocols keep for calls alike, made of the memory of one version of the buffers."""
         self.prepared_version = 0
@@ -68,6 +68,10 @@ class Group(Refusing):
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def lane(self) -> Lane:
+        return self._lane
 
     def carry(self, op: str, attempt: Callable[[Wire, int], T]) -> T:
         """Count a call and make it: `attempt(wire, number of the call)`. A failure raises the same error on every rank.
@@ -113,9 +117,6 @@ class Group(Refusing):
         """Whether ranks need not meet on the host for a call: over NCCL, where they have agreed on one alike."""
         wire = self._wire
         return isinstance(wire, NcclWire) and self._generation == self.connections.generation and wire.knows(call)
-
-    def lane_of_calls(self) -> Lane:
-        return self.lane
 
     def give_up(self, op: str, error: BaseException) -> None:
         """`refuse`, here and now, from a job of the lane."""

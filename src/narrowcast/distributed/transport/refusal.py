@@ -20,8 +20,9 @@ class Refusing(ABC):
     def size(self) -> int:
         """How many ranks there are."""
 
+    @property
     @abstractmethod
-    def lane_of_calls(self) -> Lane:
+    def lane(self) -> Lane:
         """The lane in which calls have their turn."""
 
     @abstractmethod
@@ -51,4 +52,4 @@ class Refusing(ABC):
             self.give_up(op, error)
             return []
 
-        self.lane_of_calls().run_or_queue(Work(op, job))
+        self.lane.run_or_queue(Work(op, job))

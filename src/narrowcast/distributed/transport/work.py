@@ -64,10 +64,6 @@ class Work(dist.Work):
         self._finish()
         return True
 
-    def done_within(self, seconds: float) -> bool:
-        """Wait for its end, well or not, for so long at most; whether it ended."""
-        return self._done.wait(seconds)
-
     def is_completed(self) -> bool:
         return self._done.is_set()
 

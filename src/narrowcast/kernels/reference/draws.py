@@ -13,9 +13,9 @@ from torch import Tensor
 WORD = 0xFFFFFFFF
 
 
-def uniform(seed: int, rows: int, groups: int, group_size: int, device: torch.device) -> Tensor:
+def uniform(seed: int, rows: int, blocks: int, block_size: int, device: torch.device) -> Tensor:
     """One number of 24 bits in [0, 1) per element, a function of (seed, row, index in the row) alone."""
-    index = torch.arange(groups * group_size, dtype=torch.int64, device=device)
+    index = torch.arange(blocks * block_size, dtype=torch.int64, device=device)
     row = torch.arange(rows, dtype=torch.int64, device=device).unsqueeze(1)
     key = mix64(mix64(mix64(torch.tensor(seed, dtype=torch.int64, device=device)) + row) + (index >> 32))
     x = (index & WORD) ^ (key & WORD)
@@ -23,7 +23,7 @@ def uniform(seed: int, rows: int, groups: int, group_size: int, device: torch.de
     x = x ^ ((key >> 32) & WORD)
     x = ((x ^ (x >> 15)) * 0x846CA68B) & WORD
     x = x ^ (x >> 16)
-    return ((x >> 8).float() * 2.0**-24).view(rows, groups, group_size)
+    return ((x >> 8).float() * 2.0**-24).view(rows, blocks, block_size)
 
 
 def mix64(z: Tensor) -> Tensor:

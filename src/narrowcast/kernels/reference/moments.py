@@ -48,14 +48,14 @@ def encode_second(v: Tensor, format: Format, seed: int) -> Tensor:
     out = torch.zeros(count, where.row_bytes, dtype=torch.uint8, device=v.device)
     if v.numel() == 0:
         return out
-    blocks = pad(v, (0, where.groups * where.group_size - numel)).view(count, where.groups, -1)
+    blocks = pad(v, (0, where.blocks * where.block_size - numel)).view(count, where.blocks, -1)
     top = magnitude_bits(blocks).amax(-1, keepdim=True)
     finite = top < 0x7F800000
     exponent = ((top >> 23) + 1).clamp(LEAST_EXPONENT, MOST_EXPONENT)
     inverse = ((254 - exponent) << 23).view(torch.float32)
     blocks = torch.where(finite, blocks, 0.0)
     y = blocks * inverse
-    draws = uniform(seed, count, where.groups, where.group_size, v.device)
+    draws = uniform(seed, count, where.blocks, where.block_size, v.device)
     bits = (y.view(torch.int32) + (draws * 2**SHIFT).to(torch.int32)) >> SHIFT
     codes = (bits + (TOP - (127 << MANTISSA))).clamp(1, TOP)
     codes = torch.where(blocks > 0, codes, 0).to(torch.uint8)

@@ -17,8 +17,8 @@ from narrowcast.kernels.reference.casts import NAN, cast_bits, cast_output, cast
 from narrowcast.kernels.reference.codes import dequantize, pack, quantize, unpack
 from narrowcast.kernels.reference.draws import uniform
 from narrowcast.kernels.reference.scales import (
+    block_sizes,
     choose_scale,
-    group_sizes,
     magnitude_bits,
     scale_bits,
     scale_value,
@@ -40,12 +40,12 @@ def encode(rows: Tensor, recipe: Recipe, seed: int) -> Tensor:
         return out
 
     blocks, finite = as_blocks(x, where)
-    sizes = group_sizes(numel, where.group_size, where.groups, x.device)
+    sizes = block_sizes(numel, where.block_size, where.blocks, x.device)
     scale = choose_scale(blocks, sizes, recipe).unsqueeze(-1)
     zeros = zero_points(blocks, scale, format)
     draws = None
     if format.stochastic:
-        draws = uniform(seed, count, where.groups, where.group_size, x.device)
+        draws = uniform(seed, count, where.blocks, where.block_size, x.device)
     codes = quantize(blocks, scale, zeros, recipe, draws)
     write_blocks(out, codes, scale, zeros, finite, format, numel)
     return out
@@ -57,7 +57,7 @@ def as_blocks(x: Tensor, where: Layout) -> tuple[Tensor, Tensor]:
     Blocks that hold an infinity or a NaN come out as zeros.
     """
     count, numel = x.shape
-    blocks = pad(x, (0, where.groups * where.group_size - numel)).view(count, where.groups, -1)
+    blocks = pad(x, (0, where.blocks * where.block_size - numel)).view(count, where.blocks, -1)
     finite = (magnitude_bits(blocks).amax(-1) < 0x7F800000).unsqueeze(-1)
     return torch.where(finite, blocks, 0.0), finite
 
@@ -73,7 +73,7 @@ def write_blocks(
     out[:, where.scales_offset : where.zeros_offset] = stored
     if format.affine:
         zeros = torch.where(finite, zeros, 0).squeeze(-1)
-        out[:, where.zeros_offset : where.zeros_offset + where.groups] = zeros.to(torch.uint8)
+        out[:, where.zeros_offset : where.zeros_offset + where.blocks] = zeros.to(torch.uint8)
 
 
 def decode(data: Tensor, numel: Count, dtype: torch.dtype, recipe: Recipe) -> Tensor:
@@ -124,11 +124,11 @@ def decode_float32(data: Tensor, numel: int, recipe: Recipe) -> Tensor:
     if format.scale == Scale.NONE:
         return cast_value(codes, format.element)
     scale = scale_value(data[:, where.scales_offset : where.zeros_offset], format.scale)
-    scale = scale.repeat_interleave(where.group_size, 1)[:, :numel]
+    scale = scale.repeat_interleave(where.block_size, 1)[:, :numel]
     zeros = None
     if format.affine:
-        zeros = data[:, where.zeros_offset : where.zeros_offset + where.groups].long()
-        zeros = zeros.repeat_interleave(where.group_size, 1)[:, :numel]
+        zeros = data[:, where.zeros_offset : where.zeros_offset + where.blocks].long()
+        zeros = zeros.repeat_interleave(where.block_size, 1)[:, :numel]
     if format.element == Element.INT:
         half = 2 ** (format.bits - 1)
         codes = (codes ^ half) - half

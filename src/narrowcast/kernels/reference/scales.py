@@ -53,7 +53,7 @@ def round_up(scale: Tensor, kind: int, limit: float) -> Tensor:
 
 
 def scale_bits(scale: Tensor, kind: int) -> Tensor:
-    """Rounded scales [rows, groups] as the bytes [rows, groups * size] that a row stores."""
+    """Rounded scales [rows, blocks] as the bytes [rows, blocks * size] that a row stores."""
     scale = torch.where(scale.isnan(), NAN, scale)
     if kind == Scale.FP16:
         return scale.half().view(torch.uint8)
@@ -66,7 +66,7 @@ def scale_bits(scale: Tensor, kind: int) -> Tensor:
 
 
 def scale_value(stored: Tensor, kind: int) -> Tensor:
-    """Inverse of `scale_bits`: bytes [rows, groups * size] as fp32 [rows, groups]."""
+    """Inverse of `scale_bits`: bytes [rows, blocks * size] as fp32 [rows, blocks]."""
     stored = stored.clone(memory_format=torch.contiguous_format)  # aligned, whatever `stored` is a view of
     if kind == Scale.FP16:
         return stored.view(torch.float16).float()
@@ -97,10 +97,10 @@ def mean_magnitude(blocks: Tensor, sizes: Tensor) -> Tensor:
     return (sums.squeeze(-1) / sizes).float()
 
 
-def group_sizes(numel: int, group_size: int, groups: int, device: torch.device) -> Tensor:
-    """How many elements each group really holds: the last one may be short."""
-    sizes = torch.full((groups,), group_size, dtype=torch.float64, device=device)
-    sizes[-1] = numel - (groups - 1) * group_size
+def block_sizes(numel: int, block_size: int, blocks: int, device: torch.device) -> Tensor:
+    """How many elements each block really holds: the last one may be short."""
+    sizes = torch.full((blocks,), block_size, dtype=torch.float64, device=device)
+    sizes[-1] = numel - (blocks - 1) * block_size
     return sizes
 
 

@@ -29,7 +29,7 @@ from narrowcast.kernels.layout import FLT_MIN, Element, Recipe, Scale, layout, s
 from narrowcast.kernels.reference import casts
 from narrowcast.kernels.reference.codes import dequantize, quantize
 from narrowcast.kernels.reference.rows import as_blocks, encode, write_blocks
-from narrowcast.kernels.reference.scales import choose_scale, group_sizes, zero_points
+from narrowcast.kernels.reference.scales import block_sizes, choose_scale, zero_points
 
 FACTORS = tuple(to_float32(factor) for factor in (1.07, 0.95, 0.87, 0.78))
 """Candidates, in units of the scale that `encode` takes. With them and one refinement, squared errors of MiniLM's
@@ -93,9 +93,9 @@ def encode_searched(rows: Tensor, importance: Tensor | None, recipe: Recipe) -> 
     blocks, finite = as_blocks(casts.to_float32(rows), where)
     weights = None
     if importance is not None:
-        weights = pad(importance, (0, where.groups * where.group_size - numel)).view(1, where.groups, -1)
-    places = torch.arange(where.groups * where.group_size, dtype=torch.int64, device=rows.device)
-    best = search(Blocks(blocks, weights, (places < numel).view(1, where.groups, -1), recipe), numel)
+        weights = pad(importance, (0, where.blocks * where.block_size - numel)).view(1, where.blocks, -1)
+    places = torch.arange(where.blocks * where.block_size, dtype=torch.int64, device=rows.device)
+    best = search(Blocks(blocks, weights, (places < numel).view(1, where.blocks, -1), recipe), numel)
     codes = quantize(blocks, best.scale, best.zeros, recipe, None)
     out = torch.zeros(count, where.row_bytes, dtype=torch.uint8, device=rows.device)
     write_blocks(out, codes, best.scale, best.zeros, finite, format, numel)
@@ -107,7 +107,7 @@ def search(blocks: Blocks, numel: int) -> Choice:
     x, recipe = blocks.x, blocks.recipe
     format = recipe.format
     limit = scaling(format, recipe.peak).limit
-    sizes = group_sizes(numel, x.shape[-1], x.shape[-2], x.device)
+    sizes = block_sizes(numel, x.shape[-1], x.shape[-2], x.device)
     first = choose_scale(x, sizes, recipe).unsqueeze(-1)
     best = blocks.choice(first, zero_points(x, first, format))
     if format.element != Element.SIGN:  # which has one scale that fits best

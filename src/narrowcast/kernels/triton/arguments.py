@@ -29,8 +29,8 @@ def places(format: Format, numel: int) -> dict[str, Any]:
     where = layout(format, numel)
     return {
         "numel": numel,
-        "block": where.group_size,
-        "groups": where.groups,
+        "block": where.block_size,
+        "groups": where.blocks,
         "scales_at": where.scales_offset,
         "zeros_at": where.zeros_offset,
     }
@@ -41,9 +41,9 @@ def ends(format: Format, numel: int) -> dict[str, Any]:
     where = layout(format, numel)
     return {
         "row_bytes": where.row_bytes,
-        "last_size": numel - (where.groups - 1) * where.group_size,
+        "last_size": numel - (where.blocks - 1) * where.block_size,
         "codes_end": where.codes_bytes,
-        "end": where.zeros_offset + (where.groups if format.affine else 0),
+        "end": where.zeros_offset + (where.blocks if format.affine else 0),
     }
 
 

@@ -74,7 +74,7 @@ class Cut(NamedTuple):
 def cut(format: Format, numel: int, elements: int, one_pass: int) -> Cut:
     """Cut a row of `numel` elements into tiles of about `elements`."""
     where = layout(format, numel)
-    size = elements if format.scale == Scale.NONE else where.group_size
+    size = elements if format.scale == Scale.NONE else where.block_size
     count = -(-numel // size)
     size = min(size, numel)
     if format.scale != Scale.NONE and size > one_pass:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from narrowcast.kernels import reference
 from narrowcast.kernels.contract import Kernel
 from narrowcast.kernels.cuda import choose
 from narrowcast.kernels.layout import Grid, Recipe
-from narrowcast.kernels.moments import Step
 from narrowcast.kernels.triton import fake_quantize, integer, linear
 from narrowcast.kernels.triton.codes import INTERPRETED
 from narrowcast.kernels.triton.moments import adamw
@@ -90,23 +90,13 @@ class Triton(Kernel):
     ) -> None:
         fake_quantize.fake_quantize_backward(dx, dscale, grad, x, scale, grid)
 
-    def _adamw(
-        self,
-        parameter: Tensor,
-        first: Tensor,
-        second: Tensor,
-        grad: Tensor,
-        recipe: Recipe,
-        seed: int,
-        takes_momentum: bool,
-        step: Step,
-    ) -> None:
+    def _adamw(self, parameter: Tensor, first: Tensor, second: Tensor, grad: Tensor, *how: Any) -> None:
         if parameter.numel():
             with _writable(first, 16) as rows, _writable(second, 16) as others:
                 for target, held in ((rows, first), (others, second)):
                     if target is not held:
                         target.copy_(held)
-                adamw(parameter, rows, others, grad, recipe, seed, takes_momentum, step)
+                adamw(parameter, rows, others, grad, *how)
 
     def _integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
         integer.integer_linear(out, x, weight)

@@ -162,7 +162,7 @@ def launch(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | 
     block = numel if format.block in (0, ROW) else min(format.block, numel)
     columns = max(16, triton.next_power_of_2(len(x)))
     rows, step, warps, stages = TILES[columns]
-    per = "row" if where.groups <= 1 else "step" if block % step == 0 and format.element != AFFINE.value else "element"
+    per = "row" if where.blocks <= 1 else "step" if block % step == 0 and format.element != AFFINE.value else "element"
     code_size = max(format.bits // 8, 1)
     given = x if bias is None else bias
     linear_kernel[(triton.cdiv(len(data), rows),)](

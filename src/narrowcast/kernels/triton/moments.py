@@ -135,9 +135,9 @@ def adamw(parameter: Tensor, first: Tensor, second: Tensor, grad: Tensor, recipe
     where = layout(second_format(format), numel)
     words = tiles.words(format.bits)
     plain = format.scale == Scale.NONE
-    wide = min(tiles.width, where.group_size) if plain else tiles.width
+    wide = min(tiles.width, where.block_size) if plain else tiles.width
     size = max(format.bits // 8, 1)
-    read = group(words=words, code_size=4 if words else size, to_size=size, block=where.group_size,
+    read = group(words=words, code_size=4 if words else size, to_size=size, block=where.block_size,
                  blocks=tiles.groups * tiles.width // wide, wide=wide)  # fmt: skip
     mixed = draws.mix64(torch.tensor(~seed, dtype=torch.int64, device="cpu"))
     with on(parameter.device):
@@ -155,7 +155,7 @@ def adamw(parameter: Tensor, first: Tensor, second: Tensor, grad: Tensor, recipe
                 second_seed=int(mixed),
                 second_bytes=where.row_bytes,
                 second_at=where.scales_offset,
-                second_groups=where.groups,
+                second_groups=where.blocks,
                 FORM=form_of(format, parameter.device),
                 READ=read,
                 TAKES_MOMENTUM=takes_momentum,

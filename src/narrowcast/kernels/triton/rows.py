@@ -81,7 +81,7 @@ def _measure(
     where = layout(recipe.format, numel)
 
     def room(parts: int) -> tuple[Tensor, Tensor]:
-        first = torch.empty(count * where.groups * parts, dtype=kind, device=source["x"].device)
+        first = torch.empty(count * where.blocks * parts, dtype=kind, device=source["x"].device)
         return first, torch.empty_like(first) if element == Element.AFFINE else first
 
     measured = room(tiles.chunks)
@@ -91,7 +91,7 @@ def _measure(
             second=measured[1],
             numel=numel,
             chunks=tiles.chunks,
-            block=where.group_size,
+            block=where.block_size,
             ELEMENT=int(element),
             SINGLE=count == 1,
             **source,
@@ -102,7 +102,7 @@ def _measure(
     while left > 1:
         parts = -(-left // kernels.FOLD.value)
         folded = room(parts)
-        kernels.fold_kernel[(count * where.groups * parts,)](
+        kernels.fold_kernel[(count * where.blocks * parts,)](
             *folded, *measured, count=left, parts=parts, ELEMENT=int(element), enable_fp_fusion=False
         )
         measured, left = folded, parts

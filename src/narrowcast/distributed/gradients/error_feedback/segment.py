@@ -63,7 +63,7 @@ class FeedbackSegment(Segment):
                 sent = self._fp32("sent", meant.numel())
                 self.encoder.decode(data, sent[None])
                 if self._probe is not None:
-                    self._probe.sender(meant, sent)
+                    self._probe.add("sender", meant, sent)
                 if self._keeps:
                     leave_residual(meant, sent)
 
@@ -91,7 +91,7 @@ class FeedbackSegment(Segment):
             sent = self._fp32("sent", own.numel())
             self.encoder.decode(out, sent[None])
         if self._probe is not None:
-            self._probe.owner(meant, sent)
+            self._probe.add("owner", meant, sent)
         if self._owner_next is not None:
             leave_residual(self._owner_next.copy_(meant), sent)
 

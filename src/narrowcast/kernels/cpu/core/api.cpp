@@ -12,44 +12,16 @@
 namespace {
 using namespace nc;
 
-const Kernels* kernels([[maybe_unused]] int32_t isa) {
-#if defined(__x86_64__)
-    if (isa == 2) return &kernels_avx512;
-    if (isa == 1) return &kernels_avx2;
-#endif
-    return &kernels_plain;
-}
-
-const Multiplier* multiplier([[maybe_unused]] int32_t isa) {
-#if defined(__x86_64__)
-    if (isa == 2) return &multiplier_avx512;
-    if (isa == 1) return &multiplier_avx2;
-#endif
-    return &multiplier_plain;
-}
-
-// A row in parts of about CHUNK elements that each hold whole groups, or that start at multiples of CHUNK.
+// A row in parts of about CHUNK elements that each hold whole blocks, or that start at multiples of CHUNK.
 struct Parts {
     int64_t size, count;
-    explicit Parts(const Spec& spec, bool whole_groups) : size(CHUNK) {
-        if (whole_groups && spec.group_size) size = std::max<int64_t>(1, CHUNK / spec.group_size) * spec.group_size;
+    explicit Parts(const Spec& spec, bool whole_blocks) : size(CHUNK) {
+        if (whole_blocks && spec.block_size) size = std::max<int64_t>(1, CHUNK / spec.block_size) * spec.block_size;
         count = ceil_div(spec.numel, size);
     }
 };
 
-Floats row_of(const void* data, int32_t dtype, int64_t stride, int64_t row) {
-    static constexpr int64_t bytes[] = {4, 2, 2, 8};
-    return Floats{static_cast<const uint8_t*>(data) + row * stride * bytes[dtype], dtype};
-}
-
-// What no part writes: the gap before the scales and the padding at the end.
-void clear_gaps(const Spec& spec, uint8_t* out) {
-    std::fill(out + spec.codes_bytes, out + spec.scales_offset, uint8_t(0));
-    int64_t end = spec.zeros_offset + (spec.element == AFFINE ? spec.groups : 0);
-    std::fill(out + end, out + spec.row_bytes, uint8_t(0));
-}
-
-// One group that is larger than a part: measure the parts, settle the scale, quantize the parts.
+// One block that is larger than a part: measure the parts, settle the scale, quantize the parts.
 int32_t encode_large(const Kernels& k, const Spec& spec, Floats row, uint8_t* out, uint64_t key, int32_t threads) {
     Parts parts(spec, false);
     std::vector<Batch> batches(size_t(ceil_div(parts.count, Batch::SIZE)));
@@ -78,12 +50,6 @@ int32_t encode_large(const Kernels& k, const Spec& spec, Floats row, uint8_t* ou
 }
 
 }  // namespace
-
-#if defined(_WIN32)
-#define NC_EXPORT extern "C" __declspec(dllexport)
-#else
-#define NC_EXPORT extern "C" __attribute__((visibility("default")))
-#endif
 
 NC_EXPORT int32_t nc_abi() { return 8; }
 
@@ -124,9 +90,9 @@ NC_EXPORT void nc_fresh(void* data, int64_t bytes) {
 
 NC_EXPORT int32_t nc_encode(const Spec* spec, const void* data, int32_t dtype, int64_t stride, int64_t rows, uint8_t* out,
                             int64_t out_stride, uint64_t seed, int32_t threads, int32_t isa) {
-    const Kernels& k = *kernels(isa);
+    const Kernels& k = NC_CHOOSE(kernels, isa);
     auto key_of = [&](int64_t row) { return mix64(mix64(seed) + uint64_t(row)); };
-    bool large = spec->group_size > CHUNK;
+    bool large = spec->block_size > CHUNK;
     if (large) {
         for (int64_t row = 0; row < rows; ++row) {
             uint8_t* to = out + row * out_stride;
@@ -149,8 +115,8 @@ NC_EXPORT int32_t nc_encode(const Spec* spec, const void* data, int32_t dtype, i
 
 NC_EXPORT int32_t nc_decode(const Spec* spec, const uint8_t* data, int64_t stride, int64_t rows, void* out, int32_t dtype,
                             int64_t out_stride, int32_t threads, int32_t isa) {
-    const Kernels& k = *kernels(isa);
-    Parts parts(*spec, spec->group_size <= CHUNK);
+    const Kernels& k = NC_CHOOSE(kernels, isa);
+    Parts parts(*spec, spec->block_size <= CHUNK);
     return parallel(rows * parts.count, threads, [&](int64_t task) {
         int64_t row = task / parts.count, begin = task % parts.count * parts.size;
         Floats to = row_of(out, dtype, out_stride, row);
@@ -161,8 +127,8 @@ NC_EXPORT int32_t nc_decode(const Spec* spec, const uint8_t* data, int64_t strid
 NC_EXPORT int32_t nc_decode_sum(const Spec* spec, const uint8_t* data, int64_t stride, int64_t ranks, const void* own,
                                 int32_t own_dtype, int64_t own_rank, int64_t divisor, void* out, int32_t dtype,
                                 int32_t threads, int32_t isa) {
-    const Kernels& k = *kernels(isa);
-    Parts parts(*spec, spec->group_size <= CHUNK);
+    const Kernels& k = NC_CHOOSE(kernels, isa);
+    Parts parts(*spec, spec->block_size <= CHUNK);
     return parallel(parts.count, threads, [&](int64_t part) {
         int64_t begin = part * parts.size, count = std::min(parts.size, spec->numel - begin);
         k.decode_sum(*spec, data, stride, ranks, Floats{own, own_dtype}, own_rank, divisor, begin, count, out, dtype);
@@ -172,9 +138,9 @@ NC_EXPORT int32_t nc_decode_sum(const Spec* spec, const uint8_t* data, int64_t s
 NC_EXPORT int32_t nc_decode_sum_encode(const Spec* spec, const uint8_t* data, int64_t stride, int64_t ranks,
                                        const void* own, int32_t own_dtype, int64_t own_rank, int64_t divisor, uint8_t* out,
                                        uint64_t seed, int32_t threads, int32_t isa) {
-    const Kernels& k = *kernels(isa);
+    const Kernels& k = NC_CHOOSE(kernels, isa);
     uint64_t key = mix64(mix64(seed));
-    if (spec->group_size > CHUNK) {
+    if (spec->block_size > CHUNK) {
         try {
             std::vector<float> total(size_t(spec->numel));
             const int32_t failed = nc_decode_sum(spec, data, stride, ranks, own, own_dtype, own_rank, divisor, total.data(),
@@ -187,7 +153,7 @@ NC_EXPORT int32_t nc_decode_sum_encode(const Spec* spec, const uint8_t* data, in
         }
     }
     // Parts of about 8192 elements, whose sums stay in the first-level cache until they are encoded.
-    int64_t size = spec->group_size ? std::max<int64_t>(1, 8192 / spec->group_size) * spec->group_size : 8192;
+    int64_t size = spec->block_size ? std::max<int64_t>(1, 8192 / spec->block_size) * spec->block_size : 8192;
     clear_gaps(*spec, out);
     Parts parts(*spec, true);
     return parallel(parts.count, threads, [&](int64_t part) {
@@ -203,7 +169,7 @@ NC_EXPORT int32_t nc_decode_sum_encode(const Spec* spec, const uint8_t* data, in
 NC_EXPORT int32_t nc_linear(const Spec* spec, const uint8_t* data, int64_t stride, int64_t rows, const void* x, int32_t dtype,
                             int64_t x_stride, int64_t batch, const void* bias, int32_t bias_dtype, void* out,
                             int64_t out_stride, int32_t threads, int32_t isa) {
-    const Multiplier& m = *multiplier(isa);
+    const Multiplier& m = NC_CHOOSE(multiplier, isa);
     try {
         const int64_t length = m.prepared(*spec);
         // A vector load that crosses a cache line counts twice: begin on one.
@@ -216,8 +182,8 @@ NC_EXPORT int32_t nc_linear(const Spec* spec, const uint8_t* data, int64_t strid
             }
         }
         Product product{data, stride, Floats{x, dtype}, x_stride, batch, prepared, gain.get(),
-                        Floats{bias, bias_dtype}, out, out_stride, kernels(isa)->decode};
-        // A few tasks a thread, so that one that was held up leaves the rest to the others; whole blocks of four rows.
+                        Floats{bias, bias_dtype}, out, out_stride, NC_CHOOSE(kernels, isa).decode};
+        // A few tasks a thread, so that one that was held up leaves the rest to the others; whole fours of rows.
         int64_t size = threads > 1 ? std::max<int64_t>(4, rows / (8 * threads) / 4 * 4) : rows;
         return parallel_in_team(ceil_div(rows, size), threads, [&](int64_t task) {
             m.linear(*spec, product, task * size, std::min(rows, (task + 1) * size));

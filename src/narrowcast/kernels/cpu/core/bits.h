@@ -28,6 +28,19 @@ inline uint64_t spread(uint64_t x) {
     return (x & one) | ((x & (one << BITS)) << (8 - BITS));
 }
 
+// WORDS numbers of 8 * BITS bits, one behind the other, to eight codes each.
+template <int BITS, int WORDS>
+inline void spread_words(const uint8_t* in, uint8_t* codes) {
+    uint8_t local[WORDS * BITS + 8];
+    std::memcpy(local, in, WORDS * BITS);
+    for (int word = 0; word < WORDS; ++word) {
+        uint64_t x;
+        std::memcpy(&x, local + BITS * word, 8);
+        x = spread<BITS>(x);
+        std::memcpy(codes + 8 * word, &x, 8);
+    }
+}
+
 #if defined(__AVX512VBMI__)
 typedef uint64_t Words __attribute__((vector_size(64)));
 
@@ -41,9 +54,7 @@ struct ByteOrder {
         }
     }
 };
-#endif
 
-#if defined(__AVX512VBMI__)
 // The low BYTES bytes (a multiple of 8) of a register, in plain stores.
 template <int BYTES>
 inline void store_low(__m512i x, uint8_t* out) {
@@ -118,14 +129,7 @@ inline void unpack(const uint8_t* in, uint8_t* codes) {
         bytes = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(int64_t(at)), bytes);
         _mm512_storeu_si512(codes, _mm512_and_si512(bytes, _mm512_set1_epi8((1 << BITS) - 1)));
 #else
-        uint8_t local[64 + 8];
-        std::memcpy(local, in, 8 * BITS);
-        for (int word = 0; word < 8; ++word) {
-            uint64_t x;
-            std::memcpy(&x, local + BITS * word, 8);
-            x = spread<BITS>(x);
-            std::memcpy(codes + 8 * word, &x, 8);
-        }
+        spread_words<BITS, 8>(in, codes);
 #endif
     }
 }

@@ -1,12 +1,32 @@
-// Floats and codes, one piece (up to 64 elements of one group) at a time.
+// Floats and codes, one piece (up to 64 elements of one block) at a time.
 //
 // `quantize` turns PIECE floats into PIECE codes, one byte each, high bits zero; `dequantize` turns them back.
 // Both run over whole pieces: callers pad. How a code is chosen is written in kernels/reference/codes.py.
 
 #pragma once
+#include <type_traits>
+
 #include "bits.h"
 
 namespace {
+
+template <int VALUE>
+using Constant = std::integral_constant<int, VALUE>;
+
+// f(the bits of a code, 1 to 8, as a constant).
+template <class F>
+inline void with_bits(int32_t bits, const F& f) {
+    switch (bits) {
+        case 1: return f(Constant<1>());
+        case 2: return f(Constant<2>());
+        case 3: return f(Constant<3>());
+        case 4: return f(Constant<4>());
+        case 5: return f(Constant<5>());
+        case 6: return f(Constant<6>());
+        case 7: return f(Constant<7>());
+        default: return f(Constant<8>());
+    }
+}
 
 constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even and leaves the integer in the low bits
 
@@ -15,11 +35,13 @@ inline float clamp(float x, float low, float high) {
     return x > low ? x : low;
 }
 
-// Stochastic rounding's number in [0, 1) for each element of a row; see kernels/reference/draws.py.
+// Stochastic rounding's random bits for each element of a row; see kernels/reference/draws.py.
 struct Dice {
     uint64_t row_key;
 
-    void roll(int64_t index, float* out, int64_t n) const {
+    // out[i] = number(the 32 bits of element index + i)
+    template <class T, class Number>
+    inline void roll_as(int64_t index, T* __restrict out, int64_t n, const Number& number) const {
         while (n > 0) {
             int64_t here = std::min<int64_t>(n, (int64_t(1) << 32) - (index & 0xFFFFFFFF));
             uint64_t key = mix64(row_key + uint64_t(index >> 32));
@@ -29,11 +51,15 @@ struct Dice {
                 x = (x ^ (x >> 16)) * 0x7FEB352Du;
                 x ^= second;
                 x = (x ^ (x >> 15)) * 0x846CA68Bu;
-                x ^= x >> 16;
-                out[i] = float(int32_t(x >> 8)) * 0x1p-24f;
+                out[i] = number(x ^ (x >> 16));
             }
             index += here, out += here, n -= here;
         }
+    }
+
+    // Numbers in [0, 1).
+    void roll(int64_t index, float* out, int64_t n) const {
+        roll_as(index, out, n, [](uint32_t bits) { return float(int32_t(bits >> 8)) * 0x1p-24f; });
     }
 };
 

@@ -28,15 +28,15 @@ template <int ELEMENT, int BITS, bool ADD, class Target, class Done>
 inline void dequantize_as(const Spec& spec, const uint8_t* data, int64_t begin, int64_t count, Target target, Done done) {
     alignas(64) uint8_t codes[PIECE], packed[PIECE];
     alignas(64) float part[PIECE];
-    const int64_t size = spec.group_size ? spec.group_size : spec.numel, end = begin + count;
-    int64_t group = begin / size, i = begin;
-    if (shared_pieces<ELEMENT>(spec.group_size)) {
-        for (; i + PIECE <= end; i += PIECE, group += PIECE / size) {
+    const int64_t size = spec.block_size ? spec.block_size : spec.numel, end = begin + count;
+    int64_t block = begin / size, i = begin;
+    if (shared_pieces<ELEMENT>(spec.block_size)) {
+        for (; i + PIECE <= end; i += PIECE, block += PIECE / size) {
             unpack<BITS>(data + i * BITS / 8, codes);
             dequantize_piece<ELEMENT, BITS, false>(spec, codes, Scaling{1.0f, 1.0f, 0}, part);
             float* to = target(i - begin);
             for (int64_t j = 0; j < PIECE; j += size) {
-                float scale = read_scale(spec, data, group + j / size).scale;
+                float scale = read_scale(spec, data, block + j / size).scale;
                 for (int64_t k = j; k < j + size; ++k) {
                     put<ADD>(ELEMENT == INT ? part[k] * scale + 0.0f : part[k] * scale, to[k]);
                 }
@@ -45,10 +45,10 @@ inline void dequantize_as(const Spec& spec, const uint8_t* data, int64_t begin, 
             done(i - begin, PIECE, to);
         }
     }
-    for (; i < end; ++group) {
-        const Scaling by = read_scale(spec, data, group);
-        const int64_t group_end = std::min({(group + 1) * size, spec.numel, end});
-        for (; i + PIECE <= group_end; i += PIECE) {
+    for (; i < end; ++block) {
+        const Scaling by = read_scale(spec, data, block);
+        const int64_t block_end = std::min({(block + 1) * size, spec.numel, end});
+        for (; i + PIECE <= block_end; i += PIECE) {
             const uint8_t* from = data + i * BITS / 8;
             __builtin_prefetch(from + FETCH);
             if constexpr (BITS != 8) {
@@ -59,14 +59,14 @@ inline void dequantize_as(const Spec& spec, const uint8_t* data, int64_t begin, 
             dequantize_piece<ELEMENT, BITS, ADD>(spec, from, by, to);
             done(i - begin, PIECE, to);
         }
-        if (int64_t n = group_end - i; n > 0) {
+        if (int64_t n = block_end - i; n > 0) {
             size_t bytes = size_t((n * BITS + 7) / 8);
             std::memset(packed, 0, PIECE);
             std::memcpy(packed, data + i * BITS / 8, bytes);
             unpack<BITS>(packed, codes);
             dequantize_piece<ELEMENT, BITS, false>(spec, codes, by, part);
             done(i - begin, n, part);
-            i = group_end;
+            i = block_end;
         }
     }
 }

@@ -1,12 +1,12 @@
-// Encoding the groups of a row: batches of groups, groups, pieces of up to 64 elements.
+// Encoding the blocks of a row: batches of blocks, blocks, pieces of up to 64 elements.
 //
-// Pieces start at multiples of 8 elements, so their codes start at a whole byte. What is left over at the end of a group
+// Pieces start at multiples of 8 elements, so their codes start at a whole byte. What is left over at the end of a block
 // goes through zero-padded copies: nothing outside a row is read or written.
 
 #pragma once
 #include "scales.h"
 
-// Into the loop over groups, so that what all groups share is set up once.
+// Into the loop over blocks, so that what all blocks share is set up once.
 #define NC_INLINE __attribute__((always_inline)) inline
 
 namespace {
@@ -34,7 +34,7 @@ NC_INLINE void quantize_piece(const Spec& spec, const float* x, int64_t index, S
     if constexpr (ELEMENT == E5M2) quantize_float<Fp8E5M2>(x, by.inverse, codes);
 }
 
-// `count` elements of one group, the first of which is the row's element `begin`.
+// `count` elements of one block, the first of which is the row's element `begin`.
 template <int ELEMENT, int BITS>
 NC_INLINE void quantize_as(const Spec& spec, const float* x, int64_t begin, int64_t count, Scaling by, const Table& table,
                         Dice dice, uint8_t* out) {
@@ -63,11 +63,11 @@ NC_INLINE void quantize_as(const Spec& spec, const float* x, int64_t begin, int6
     }
 }
 
-// Whether several groups share a piece: then elements are scaled first, and pieces quantized with a scale of one. The
-// numbers are the same, since multiplying by one changes nothing; an affine group's zero point would get in the way.
+// Whether several blocks share a piece: then elements are scaled first, and pieces quantized with a scale of one. The
+// numbers are the same, since multiplying by one changes nothing; an affine block's zero point would get in the way.
 template <int ELEMENT>
-inline bool shared_pieces(int64_t group_size) {
-    return ELEMENT != AFFINE && group_size > 0 && group_size < PIECE && PIECE % group_size == 0;
+inline bool shared_pieces(int64_t block_size) {
+    return ELEMENT != AFFINE && block_size > 0 && block_size < PIECE && PIECE % block_size == 0;
 }
 
 template <int ELEMENT, int BITS>
@@ -85,7 +85,7 @@ NC_INLINE void quantize_shared(const Spec& spec, const float* x, int64_t index, 
     pack<BITS>(codes, out + index * BITS / 8);
 }
 
-// fp32, fp16 and bf16 rows have no groups and no packing.
+// fp32, fp16 and bf16 rows have no blocks and no packing.
 void quantize_wide(const Spec& spec, Floats row, int64_t begin, int64_t count, uint8_t* out) {
     alignas(64) float buffer[BATCH];
     int32_t dtype = spec.element == FP32 ? F32 : spec.element == FP16 ? F16 : B16;
@@ -104,7 +104,7 @@ struct Encoding {
     Dice dice;
 };
 
-// Part of a group whose scale is known, or of a plain cast.
+// Part of a block whose scale is known, or of a plain cast.
 struct Quantize : Encoding {
     template <int ELEMENT, int BITS>
     void call() const {
@@ -118,17 +118,17 @@ struct Quantize : Encoding {
     void wide() const { quantize_wide(spec, row, begin, count, out); }
 };
 
-struct EncodeGroups : Encoding {
+struct EncodeBlocks : Encoding {
     template <int ELEMENT, int BITS>
     void call() const {
         alignas(64) float buffer[BATCH];
         const Spec spec = this->spec;  // a copy: the compiler need not fear that writing codes changes it
         const Table table(spec);
         Batch batch;
-        const int64_t size = spec.group_size, end = begin + count;
-        const int64_t groups = std::max<int64_t>(1, std::min<int64_t>(Batch::SIZE, BATCH / size));
-        for (int64_t i = begin; i < end; i += groups * size) {
-            int64_t n = std::min(groups * size, end - i), here = (n + size - 1) / size;
+        const int64_t size = spec.block_size, end = begin + count;
+        const int64_t blocks = std::max<int64_t>(1, std::min<int64_t>(Batch::SIZE, BATCH / size));
+        for (int64_t i = begin; i < end; i += blocks * size) {
+            int64_t n = std::min(blocks * size, end - i), here = (n + size - 1) / size;
             if (n <= BATCH) {
                 const float* x = load(row, i, n, buffer);
                 measure_batch<ELEMENT>(x, n, size, batch);
@@ -155,7 +155,7 @@ struct EncodeGroups : Encoding {
     }
     void wide() const {}
 
-    // One group that does not fit into a batch.
+    // One block that does not fit into a batch.
     template <int ELEMENT>
     static void measure_large(Floats row, int64_t begin, int64_t count, Batch& batch, int64_t slot) {
         alignas(64) float buffer[BATCH];
@@ -178,7 +178,7 @@ struct Measure {
     int64_t slot;
     template <int ELEMENT, int BITS>
     void call() const {
-        EncodeGroups::measure_large<ELEMENT>(row, begin, count, batch, slot);
+        EncodeBlocks::measure_large<ELEMENT>(row, begin, count, batch, slot);
     }
     void wide() const {}
 };
@@ -186,11 +186,11 @@ struct Measure {
 struct Settle {
     const Spec& spec;
     Batch& batch;
-    int64_t group, groups, last_count;
+    int64_t block, blocks, last_count;
     uint8_t* out;
     template <int ELEMENT, int BITS>
     void call() const {
-        settle_batch<ELEMENT>(spec, batch, group, groups, last_count, out);
+        settle_batch<ELEMENT>(spec, batch, block, blocks, last_count, out);
     }
     void wide() const {}
 };

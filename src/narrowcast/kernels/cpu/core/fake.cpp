@@ -234,16 +234,7 @@ void through_table(const FakeGrid& grid, const FakeRun& run) {
 
 void run(const FakeGrid& grid, const FakeRun& run) {
     if (grid.uniform) return through<Round>(grid, run);
-    switch (grid.spec.bits) {
-        case 1: return through_table<1>(grid, run);
-        case 2: return through_table<2>(grid, run);
-        case 3: return through_table<3>(grid, run);
-        case 4: return through_table<4>(grid, run);
-        case 5: return through_table<5>(grid, run);
-        case 6: return through_table<6>(grid, run);
-        case 7: return through_table<7>(grid, run);
-        default: return through_table<8>(grid, run);
-    }
+    with_bits(grid.spec.bits, [&](auto bits) { through_table<decltype(bits)::value>(grid, run); });
 }
 
 void prepare(FakeGrid& grid) {
@@ -253,10 +244,6 @@ void prepare(FakeGrid& grid) {
 
 }  // namespace
 
-#define NC_PASTE(a, b) a##b
-#define NC_NAMED(isa) NC_PASTE(fake_, isa)
-
 namespace nc {
-extern const FakeKernels NC_NAMED(NC_ISA);
-const FakeKernels NC_NAMED(NC_ISA) = {::prepare, ::run};
+const FakeKernels NC_NAMED_BY_ISA(fake) = {::prepare, ::run};
 }  // namespace nc

@@ -37,10 +37,6 @@ struct FakeKernels {
     void (*run)(const FakeGrid&, const FakeRun&);
 };
 
-extern const FakeKernels fake_plain;
-#if defined(__x86_64__)
-extern const FakeKernels fake_avx2;
-extern const FakeKernels fake_avx512;
-#endif
+NC_DECLARE(const FakeKernels, fake);
 
 }  // namespace nc

@@ -142,7 +142,7 @@ struct Job {
 
 // x, out and, for the backward pass, grad are [outer, channels, inner] of one dtype; scale and of_scale are [channels]. Levels
 // [count] ascend, thresholds are one less. Without `grad`, out is y; with it, out is the gradient of x.
-extern "C" __attribute__((visibility("default"))) int32_t nc_fake_quantize(
+NC_EXPORT int32_t nc_fake_quantize(
     const void* x, const void* grad, void* out, int32_t dtype, int64_t outer, int64_t channels, int64_t inner,
     const float* scale, float* of_scale, const float* levels, const float* thresholds, int32_t count, int32_t uniform,
     int32_t threads, int32_t isa) {

@@ -8,13 +8,7 @@
 
 namespace nc {
 
-inline const FakeKernels& fake_kernels([[maybe_unused]] int32_t isa) {
-#if defined(__x86_64__)
-    if (isa == 2) return fake_avx512;
-    if (isa == 1) return fake_avx2;
-#endif
-    return fake_plain;
-}
+inline const FakeKernels& fake_kernels(int32_t isa) { return NC_CHOOSE(fake, isa); }
 
 // Levels [count] ascend, thresholds are one less. The table is kept here: not to be copied.
 struct PreparedGrid {

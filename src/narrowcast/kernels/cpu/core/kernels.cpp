@@ -35,28 +35,18 @@ struct AddRank {
 // Calls f.template call<ELEMENT, BITS>() for what the spec names, or f.wide() for fp32, fp16 and bf16.
 template <class F>
 inline void dispatch(const Spec& spec, const F& f) {
-#define NC_WIDTHS(E) \
-    case E: \
-        switch (spec.bits) { \
-            case 1: return f.template call<E, 1>(); \
-            case 2: return f.template call<E, 2>(); \
-            case 3: return f.template call<E, 3>(); \
-            case 4: return f.template call<E, 4>(); \
-            case 5: return f.template call<E, 5>(); \
-            case 6: return f.template call<E, 6>(); \
-            case 7: return f.template call<E, 7>(); \
-            default: return f.template call<E, 8>(); \
-        }
+    auto packed = [&](auto element) {
+        with_bits(spec.bits, [&](auto bits) { f.template call<decltype(element)::value, decltype(bits)::value>(); });
+    };
     switch (spec.element) {
-        NC_WIDTHS(INT)
-        NC_WIDTHS(AFFINE)
-        NC_WIDTHS(LEVELS)
+        case INT: return packed(Constant<INT>());
+        case AFFINE: return packed(Constant<AFFINE>());
+        case LEVELS: return packed(Constant<LEVELS>());
         case SIGN: return f.template call<SIGN, 1>();
         case E4M3: return f.template call<E4M3, 8>();
         case E5M2: return f.template call<E5M2, 8>();
         default: return f.wide();
     }
-#undef NC_WIDTHS
 }
 
 // The fp32 sum of all ranks over [begin, begin + count), for count <= SPAN.
@@ -85,15 +75,15 @@ void sum_span(const Spec& spec, const uint8_t* data, int64_t stride, int64_t ran
 // -- the table of operations ----------------------------------------------------------------------------------------------
 
 void encode(const Spec& spec, Floats row, int64_t begin, int64_t count, uint8_t* out, uint64_t key) {
-    dispatch(spec, EncodeGroups{{spec, row, begin, count, Scaling{}, out, Dice{key}}});
+    dispatch(spec, EncodeBlocks{{spec, row, begin, count, Scaling{}, out, Dice{key}}});
 }
 
 void measure(const Spec& spec, Floats row, int64_t begin, int64_t count, Batch& batch, int64_t slot) {
     dispatch(spec, Measure{row, begin, count, batch, slot});
 }
 
-void settle(const Spec& spec, Batch& batch, int64_t group, int64_t groups, int64_t last_count, uint8_t* out) {
-    dispatch(spec, Settle{spec, batch, group, groups, last_count, out});
+void settle(const Spec& spec, Batch& batch, int64_t block, int64_t blocks, int64_t last_count, uint8_t* out) {
+    dispatch(spec, Settle{spec, batch, block, blocks, last_count, out});
 }
 
 void quantize(const Spec& spec, Floats row, int64_t begin, int64_t count, Scaling by, uint8_t* out, uint64_t key) {
@@ -127,10 +117,6 @@ void decode_sum_encode(const Spec& spec, const uint8_t* data, int64_t stride, in
 
 }  // namespace
 
-#define NC_PASTE(a, b) a##b
-#define NC_NAMED(isa) NC_PASTE(kernels_, isa)
-
 namespace nc {
-extern const Kernels NC_NAMED(NC_ISA);
-const Kernels NC_NAMED(NC_ISA) = {::encode, ::measure, ::settle, ::quantize, ::decode, ::decode_sum, ::decode_sum_encode};
+const Kernels NC_NAMED_BY_ISA(kernels) = {::encode, ::measure, ::settle, ::quantize, ::decode, ::decode_sum, ::decode_sum_encode};
 }  // namespace nc

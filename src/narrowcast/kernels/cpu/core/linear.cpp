@@ -1,13 +1,13 @@
 // x W^T + bias with W as encoded rows: four rows at a time, as floats in registers. Compiled once per instruction set.
 //
-// The sum of one output is that of LANES lanes. In a lane, the products of one group's codes with x are added up in order,
+// The sum of one output is that of LANES lanes. In a lane, the products of one block's codes with x are added up in order,
 // then the sum times the scale is added to the total; at the end lanes are added in halves. Nothing in this depends on
 // the batch, on the other rows or on threads. Unlike in the rest of the core, products and sums may be fused: x times a
 // code rounds once.
 //
 // Integers go through linear_bytes.h where there are instructions for it. What the rest goes through is here; linear_x.h prepares x.
 //
-// Groups that do not fill vectors (blocks of 24), tables of huge or tiny levels, and rows with infinities in fp8 or steps
+// Blocks that do not fill vectors (of 24 elements), tables of huge or tiny levels, and rows with infinities in fp8 or steps
 // near the largest number take the plain way: decoded into a buffer, then multiplied.
 
 #include <memory>
@@ -53,14 +53,14 @@ struct Sums {
 };
 
 template <class Code, int BATCH>
-__attribute__((noinline)) void multiply(const Code& code, const Steps& steps, Block& block, const float* x, int64_t x_stride, float* y, int64_t ahead) {
+__attribute__((noinline)) void multiply(const Code& code, const Steps& steps, Quad& quad, const float* x, int64_t x_stride, float* y, int64_t ahead) {
     Sums<Code, BATCH> sums{};
-    const bool several = steps.groups > 1;
+    const bool several = steps.blocks > 1;
     int64_t step = 0;
-    for (int64_t group = 0; step < steps.all; group += steps.groups) {
+    for (int64_t block = 0; step < steps.all; block += steps.blocks) {
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) {
-            if (Code::AFFINE_CODES) sums.zero[r] = for_lanes(&block.zeros[size_t(r * block.stride + group)], several, block.lanes);
+            if (Code::AFFINE_CODES) sums.zero[r] = for_lanes(&quad.zeros[size_t(r * quad.stride + block)], several, quad.lanes);
 #pragma GCC unroll 4
             for (int b = 0; b < BATCH; ++b) sums.sum[r][b] = Vector{};
         }
@@ -68,14 +68,14 @@ __attribute__((noinline)) void multiply(const Code& code, const Steps& steps, Bl
             const uint8_t* at[ROWS];
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) {
-                at[r] = step < steps.whole ? block.row[r] + step * Code::BYTES : block.tail[r];
+                at[r] = step < steps.whole ? quad.row[r] + step * Code::BYTES : quad.tail[r];
                 __builtin_prefetch(at[r] + ahead, 0, 2);
             }
             sums.step(code, at, x + step * steps.size, x_stride, std::make_integer_sequence<int, Code::EACH>());
         }
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) {
-            const Vector scale = for_lanes(&block.scales[size_t(r * block.stride + group)], several, block.lanes);
+            const Vector scale = for_lanes(&quad.scales[size_t(r * quad.stride + block)], several, quad.lanes);
 #pragma GCC unroll 4
             for (int b = 0; b < BATCH; ++b) sums.total[r][b] += scale * sums.sum[r][b];
         }
@@ -83,7 +83,7 @@ __attribute__((noinline)) void multiply(const Code& code, const Steps& steps, Bl
     for (int r = 0; r < ROWS; ++r) {
         for (int b = 0; b < BATCH; ++b) y[b * ROWS + r] = sum_lanes(sums.total[r][b]);
         if constexpr (Code::CHECKED) {
-            for (int i = 0; i < LANES; ++i) block.plain[r] |= (sums.odd[r][i] & 0x80808080u) != 0;
+            for (int i = 0; i < LANES; ++i) quad.plain[r] |= (sums.odd[r][i] & 0x80808080u) != 0;
         }
     }
 }
@@ -144,26 +144,26 @@ void finish(const Product& product, int64_t first, int64_t rows, const float* y)
     }
 }
 
-// Four rows at a time: multiply(block, y) gives the outputs of a block, but for those that want the plain way.
+// Four rows at a time: multiply(quad, y) gives the outputs of a quad, but for those that want the plain way.
 template <class Multiply>
-void in_blocks(const Spec& spec, const Product& product, int64_t first, int64_t end, int64_t step_bytes, float limit,
+void in_quads(const Spec& spec, const Product& product, int64_t first, int64_t end, int64_t step_bytes, float limit,
                const Multiply& multiply) {
     const Steps steps = Steps::of(spec);
-    Block block(spec, steps);
+    Quad quad(spec, steps);
     std::vector<float> y(size_t(product.batch * ROWS));
     auto plain = [&](int64_t r, int64_t from, int64_t to) {
-        plainly(spec, product, block.row[r], product.x, product.x_stride, from, to, &y[size_t(r)]);
+        plainly(spec, product, quad.row[r], product.x, product.x_stride, from, to, &y[size_t(r)]);
     };
     for (int64_t row = first; row < end; row += ROWS) {
         const int64_t rows = std::min<int64_t>(ROWS, end - row);
-        block.take(spec, steps, product.data + row * product.stride, product.stride, rows, step_bytes, limit);
-        multiply(steps, block, y.data());
+        quad.take(spec, steps, product.data + row * product.stride, product.stride, rows, step_bytes, limit);
+        multiply(steps, quad, y.data());
         for (int64_t b = 0; b < product.batch; ++b) {
             for (int r = 0; r < ROWS; ++r) y[size_t(b * ROWS + r)] *= product.gain[b];
             for (int64_t r = 0; r < rows && product.gain[b] == 0.0f; ++r) plain(r, b, b + 1);
         }
         for (int64_t r = 0; r < rows; ++r) {
-            if (block.plain[r]) plain(r, 0, product.batch);
+            if (quad.plain[r]) plain(r, 0, product.batch);
         }
         finish(product, row, rows, y.data());
     }
@@ -173,14 +173,14 @@ template <class Code>
 void direct_rows(const Code& code, const Spec& spec, const Product& product, int64_t first, int64_t end) {
     const int64_t length = prepared(spec), ahead = fetch_ahead(product.stride);
     const float limit = spec.element == AFFINE ? 0x1p119f : HUGE_VALF;  // decoding cuts products past the largest number
-    in_blocks(spec, product, first, end, Code::BYTES, limit, [&](const Steps& steps, Block& block, float* y) {
+    in_quads(spec, product, first, end, Code::BYTES, limit, [&](const Steps& steps, Quad& quad, float* y) {
         for (int64_t b = 0, next; b < product.batch; b = next) {
             const float* x = product.prepared + b * length;
             const int64_t left = product.batch - b;
             next = b + (left >= 4 ? 4 : left >= 2 ? 2 : 1);
-            if (left >= 4) multiply<Code, 4>(code, steps, block, x, length, y + b * ROWS, ahead);
-            else if (left >= 2) multiply<Code, 2>(code, steps, block, x, length, y + b * ROWS, ahead);
-            else multiply<Code, 1>(code, steps, block, x, length, y + b * ROWS, ahead);
+            if (left >= 4) multiply<Code, 4>(code, steps, quad, x, length, y + b * ROWS, ahead);
+            else if (left >= 2) multiply<Code, 2>(code, steps, quad, x, length, y + b * ROWS, ahead);
+            else multiply<Code, 1>(code, steps, quad, x, length, y + b * ROWS, ahead);
         }
     });
 }
@@ -189,21 +189,21 @@ void direct_rows(const Code& code, const Spec& spec, const Product& product, int
 template <class Code>
 void byte_rows(const Code& code, const Spec& spec, const Product& product, int64_t first, int64_t end) {
     const int64_t length = prepared(spec), ahead = fetch_ahead(product.stride);
-    auto some = [&](auto rows, auto batch, const Steps& steps, Block& block, int row, int64_t b, float* y) {
+    auto some = [&](auto rows, auto batch, const Steps& steps, Quad& quad, int row, int64_t b, float* y) {
         auto by = multiply_bytes<Code, rows(), batch(), 0>;
         if (steps.flush == 1) by = multiply_bytes<Code, rows(), batch(), 1>;
         if (steps.flush == 2) by = multiply_bytes<Code, rows(), batch(), 2>;
-        by(code, steps, block, row, product.prepared + b * length, 4 * length, y + b * ROWS, ahead);
+        by(code, steps, quad, row, product.prepared + b * length, 4 * length, y + b * ROWS, ahead);
     };
-    constexpr std::integral_constant<int, 1> one;
-    constexpr std::integral_constant<int, 2> two;
-    constexpr std::integral_constant<int, ROWS> four;
-    in_blocks(spec, product, first, end, Code::BYTES, 0x1p60f, [&](const Steps& steps, Block& block, float* y) {
+    constexpr Constant<1> one;
+    constexpr Constant<2> two;
+    constexpr Constant<ROWS> four;
+    in_quads(spec, product, first, end, Code::BYTES, 0x1p60f, [&](const Steps& steps, Quad& quad, float* y) {
         int64_t b = 0;
         for (; b + 2 <= product.batch; b += 2) {
-            for (int row = 0; row < ROWS; row += 2) some(two, two, steps, block, row, b, y);
+            for (int row = 0; row < ROWS; row += 2) some(two, two, steps, quad, row, b, y);
         }
-        if (b < product.batch) some(four, one, steps, block, 0, b, y);
+        if (b < product.batch) some(four, one, steps, quad, 0, b, y);
     });
 }
 #endif
@@ -227,10 +227,6 @@ void linear(const Spec& spec, const Product& product, int64_t first, int64_t end
 
 }  // namespace
 
-#define NC_PASTE(a, b) a##b
-#define NC_NAMED(isa) NC_PASTE(multiplier_, isa)
-
 namespace nc {
-extern const Multiplier NC_NAMED(NC_ISA);
-const Multiplier NC_NAMED(NC_ISA) = {::prepared, ::prepare, ::linear};
+const Multiplier NC_NAMED_BY_ISA(multiplier) = {::prepared, ::prepare, ::linear};
 }  // namespace nc

@@ -44,7 +44,7 @@ struct ByteIntegers : ByteFields<BITS> {
 };
 
 template <int BITS>
-struct ByteOffsets : ByteFields<BITS> {  // less the group's zero point
+struct ByteOffsets : ByteFields<BITS> {  // less the block's zero point
     static constexpr bool AFFINE_CODES = true;
     explicit ByteOffsets(const Spec&) { this->less = -1; }
     template <int J>
@@ -199,7 +199,7 @@ struct ByteSums {
 
 // FLUSH is steps.flush where that is 1 or 2, as with blocks of up to two steps, for it makes a loop less; else 0.
 template <class Code, int ROWS_, int BATCH, int FLUSH>
-__attribute__((noinline)) void multiply_bytes(const Code& code, const Steps& steps, Block& block, int first, const void* x,
+__attribute__((noinline)) void multiply_bytes(const Code& code, const Steps& steps, Quad& quad, int first, const void* x,
                                               int64_t x_stride, float* y, int64_t ahead) {
     const int8_t *digits = static_cast<const int8_t*>(x), *begins = digits + digits_bytes(steps);
     ByteSums<Code, ROWS_, BATCH> sums;
@@ -207,43 +207,43 @@ __attribute__((noinline)) void multiply_bytes(const Code& code, const Steps& ste
     const float *scales[ROWS_], *zeros[ROWS_];
     const uint8_t* rows[ROWS_];
     for (int r = 0; r < ROWS_; ++r) {
-        rows[r] = block.row[first + r];
-        scales[r] = block.scales.data() + (first + r) * block.stride;
-        zeros[r] = block.zeros.data() + (first + r) * block.stride;
+        rows[r] = quad.row[first + r];
+        scales[r] = quad.scales.data() + (first + r) * quad.stride;
+        zeros[r] = quad.zeros.data() + (first + r) * quad.stride;
     }
-    const bool several = steps.groups > 1;
-    const int64_t all = steps.all, whole = steps.whole, flush = steps.flush, groups = steps.groups;
-    const Bits lanes = block.lanes;
+    const bool several = steps.blocks > 1;
+    const int64_t all = steps.all, whole = steps.whole, flush = steps.flush, blocks = steps.blocks;
+    const Bits lanes = quad.lanes;
     auto step_of = [&](int64_t step) __attribute__((always_inline)) {
         const uint8_t* at[ROWS_];
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS_; ++r) {
-            at[r] = step < whole ? rows[r] + step * Code::BYTES : block.tail[first + r];
+            at[r] = step < whole ? rows[r] + step * Code::BYTES : quad.tail[first + r];
             __builtin_prefetch(at[r] + ahead, 0, 2);
         }
         const int8_t* some = digits + step * (64 * Code::FIELDS * DIGITS);
         sums.step(code, at, some, x_stride, std::make_integer_sequence<int, Code::FIELDS>());
     };
     int64_t step = 0;
-    for (int64_t group = 0; step < all; group += groups) {
+    for (int64_t block = 0; step < all; block += blocks) {
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS_; ++r) {
-            scale[r] = for_lanes(scales[r] + group, several, lanes);
-            if (Code::AFFINE_CODES) zero[r] = for_lanes(zeros[r] + group, several, lanes);
+            scale[r] = for_lanes(scales[r] + block, several, lanes);
+            if (Code::AFFINE_CODES) zero[r] = for_lanes(zeros[r] + block, several, lanes);
         }
-        const int64_t group_end = std::min(step + flush, all);
+        const int64_t block_end = std::min(step + flush, all);
         do {
             sums.begin(begins, x_stride, zero);
             begins += DIGITS * 64;
             if (FLUSH) step_of(step++);
             if (FLUSH == 2 && step < all) step_of(step++);
-            if (!FLUSH) for (const int64_t end = std::min(step + MOST_STEPS, group_end); step < end; ++step) step_of(step);
+            if (!FLUSH) for (const int64_t end = std::min(step + MOST_STEPS, block_end); step < end; ++step) step_of(step);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS_; ++r) {
 #pragma GCC unroll 4
                 for (int b = 0; b < BATCH; ++b) total[r][b] += scale[r] * sums.whole(r, b);
             }
-        } while (!FLUSH && step < group_end);
+        } while (!FLUSH && step < block_end);
     }
     for (int r = 0; r < ROWS_; ++r) {
         for (int b = 0; b < BATCH; ++b) y[b * ROWS + first + r] = sum_lanes(total[r][b]);

@@ -80,14 +80,7 @@ NC_FORCED Bits in_bytes(const uint8_t* at) {
 #if defined(__AVX512VBMI__)
     unpack<BITS>(at, codes);
 #else
-    uint8_t local[LANES * BITS / 2 + 8];
-    std::memcpy(local, at, LANES * BITS / 2);
-    for (int word = 0; word < LANES / 2; ++word) {
-        uint64_t x;
-        std::memcpy(&x, local + BITS * word, 8);
-        x = spread<BITS>(x);
-        std::memcpy(codes + 8 * word, &x, 8);
-    }
+    spread_words<BITS, LANES / 2>(at, codes);
 #endif
     return read<Bits>(codes);
 }
@@ -125,7 +118,7 @@ struct Integers : Packed<BITS> {
 template <int BITS>
 using TwosComplement = Integers<BITS, 1 << (BITS - 1), false>;
 template <int BITS>
-using Offsets = Integers<BITS, 0, true>;  // less the group's zero point
+using Offsets = Integers<BITS, 0, true>;  // less the block's zero point
 
 // One or minus one.
 struct Signs : Packed<1> {

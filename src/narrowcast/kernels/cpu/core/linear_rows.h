@@ -19,19 +19,19 @@ struct Steps {
     int64_t size;         // elements of a step
     int64_t whole, all;   // steps in a row without and with a partial last one
     int64_t flush;        // steps whose sums share their scales
-    int64_t groups;       // scales that a flush takes: one for all lanes, or several
+    int64_t blocks;       // whose scales a flush takes: one for all lanes, or several
     int64_t per_lane;     // EACH, or 1
 
     template <class Code>
     static Steps of(const Spec& spec) {
-        const int64_t size = Code::EACH * LANES, block = spec.group_size ? spec.group_size : spec.numel;
+        const int64_t size = Code::EACH * LANES, block = spec.block_size ? spec.block_size : spec.numel;
         const bool whole = block % size == 0 || block >= spec.numel, shared = size % block == 0 && block % Code::EACH == 0;
         const bool moderate = spec.step > 0x1p-40f && spec.step < 0x1p40f;
         const int64_t all = (spec.numel + size - 1) / size;
         Steps steps{(whole || shared) && moderate, size, spec.numel / size, all, 1, 1, Code::EACH};
         if (block >= spec.numel) steps.flush = all;
         else if (whole) steps.flush = block / size;
-        else steps.groups = size / block;
+        else steps.blocks = size / block;
         return steps;
     }
 
@@ -50,8 +50,8 @@ struct Steps {
 bool read_scales(const Spec& spec, const uint8_t* data, float* scales, float limit) {
     const uint8_t* at = data + spec.scales_offset;
     __mmask16 beyond = 0;
-    for (int64_t i = 0; i < spec.groups; i += LANES) {
-        const __mmask16 there = spec.groups - i >= LANES ? 0xFFFF : __mmask16((1u << (spec.groups - i)) - 1);
+    for (int64_t i = 0; i < spec.blocks; i += LANES) {
+        const __mmask16 there = spec.blocks - i >= LANES ? 0xFFFF : __mmask16((1u << (spec.blocks - i)) - 1);
         __m512 some;
         if (spec.scale == SCALE_FP32) {
             some = _mm512_maskz_loadu_ps(there, at + 4 * i);
@@ -74,7 +74,7 @@ bool read_scales(const Spec& spec, const uint8_t* data, float* scales, float lim
 #else
 bool read_scales(const Spec& spec, const uint8_t* data, float* scales, float limit) {
     int beyond = 0;
-    for (int64_t i = 0; i < spec.groups; ++i) {
+    for (int64_t i = 0; i < spec.blocks; ++i) {
         scales[i] = read_scale(spec, data, i).scale;
         beyond |= std::fabs(scales[i]) > limit;
     }
@@ -83,15 +83,15 @@ bool read_scales(const Spec& spec, const uint8_t* data, float* scales, float lim
 }
 #endif
 
-// How far ahead memory is asked for, into the second-level cache: whole blocks of rows, so that every line is asked for once,
+// How far ahead memory is asked for, into the second-level cache: whole quads of rows, so that every line is asked for once,
 // and far enough to come in time: below 8 KB it does not, on Zen 4. Into the first level it takes longer than not at all.
 inline int64_t fetch_ahead(int64_t stride) {
-    const int64_t block = ROWS * stride;
-    return block * ((12287 + block) / block);
+    const int64_t quad = ROWS * stride;
+    return quad * ((12287 + quad) / quad);
 }
 
 // Four rows and what is read of them before their codes.
-struct Block {
+struct Quad {
     const uint8_t* row[ROWS];
     alignas(64) uint8_t tail[ROWS][64];  // the codes of a partial last step, then zeros
     std::vector<float> scales, zeros;
@@ -99,8 +99,8 @@ struct Block {
     Bits lanes;                          // which of a flush's scales each lane takes
     bool plain[ROWS];                    // rows to be done the plain way after all
 
-    Block(const Spec& spec, const Steps& steps) : stride(spec.groups + LANES) {
-        for (int i = 0; i < LANES; ++i) lanes[i] = uint32_t(i * steps.groups / LANES);
+    Quad(const Spec& spec, const Steps& steps) : stride(spec.blocks + LANES) {
+        for (int i = 0; i < LANES; ++i) lanes[i] = uint32_t(i * steps.blocks / LANES);
         scales.resize(size_t(ROWS * stride));
         if (spec.element == AFFINE) zeros.resize(size_t(ROWS * stride));
     }
@@ -116,7 +116,7 @@ struct Block {
             }
             plain[r] = read_scales(spec, row[r], &scales[size_t(r * stride)], limit);
             if (spec.element == AFFINE) {
-                for (int64_t i = 0; i < spec.groups; ++i) zeros[size_t(r * stride + i)] = float(row[r][spec.zeros_offset + i]);
+                for (int64_t i = 0; i < spec.blocks; ++i) zeros[size_t(r * stride + i)] = float(row[r][spec.zeros_offset + i]);
             }
             if (steps.all == steps.whole) continue;
             const int64_t done = steps.whole * bytes;

@@ -12,24 +12,6 @@ using namespace nc;
 
 constexpr int SHIFT = 20, MANTISSA = 3, TOP = 255;
 
-// Draws of 20 bits instead of numbers in [0, 1): what `(draws * 2**20).to(int32)` is in the reference.
-inline void roll_bits(uint64_t row_key, int64_t index, int32_t* __restrict out, int64_t n) {
-    while (n > 0) {
-        const int64_t here = std::min<int64_t>(n, (int64_t(1) << 32) - (index & 0xFFFFFFFF));
-        const uint64_t key = mix64(row_key + uint64_t(index >> 32));
-        const uint32_t first = uint32_t(key), second = uint32_t(key >> 32), base = uint32_t(index);
-        for (int64_t i = 0; i < here; ++i) {
-            uint32_t x = (base + uint32_t(i)) ^ first;
-            x = (x ^ (x >> 16)) * 0x7FEB352Du;
-            x ^= second;
-            x = (x ^ (x >> 15)) * 0x846CA68Bu;
-            x ^= x >> 16;
-            out[i] = int32_t(x >> 12);
-        }
-        index += here, out += here, n -= here;
-    }
-}
-
 // n second moments of one block.
 inline void decode_second(const uint8_t* __restrict codes, uint8_t exponent, int64_t n, float* __restrict v) {
     const float scale = exponent == 255 ? as<float>(0x7FC00000u) : as<float>(uint32_t(exponent) << 23);
@@ -81,7 +63,7 @@ void adamw(const Kernels& k, const Spec& first, const Spec& second, const Moment
     const float* before = load(at.parameter, begin, count, p);
     if (before != p) std::memcpy(p, before, size_t(count) * 4);
     uint8_t *codes = at.second + begin, *exponents = at.second + second.scales_offset;
-    const int64_t size = second.group_size;
+    const int64_t size = second.block_size;
     for (int64_t i = 0; i < count; i += size) {
         decode_second(codes + i, exponents[(begin + i) / size], std::min(size, count - i), v + i);
     }
@@ -90,7 +72,8 @@ void adamw(const Kernels& k, const Spec& first, const Spec& second, const Moment
     } else {
         k.decode(first, at.first, begin, count, m - begin, F32);
         gradient_step(at.step, g, m, v, p, count);
-        roll_bits(at.second_key, begin, draws, count);
+        // Draws of 20 bits instead of numbers in [0, 1): what `(draws * 2**20).to(int32)` is in the reference.
+        Dice{at.second_key}.roll_as(begin, draws, count, [](uint32_t bits) { return int32_t(bits >> 12); });
         for (int64_t i = 0; i < count; i += size) {
             exponents[(begin + i) / size] = encode_second(v + i, std::min(size, count - i), draws + i, codes + i);
         }
@@ -107,12 +90,9 @@ void adamw(const Kernels& k, const Spec& first, const Spec& second, const Moment
 
 }  // namespace
 
-#define NC_PASTE(a, b) a##b
-#define NC_NAMED(isa) NC_PASTE(adamw_, isa)
-
 namespace nc {
-void NC_NAMED(NC_ISA)(const Kernels& k, const Spec& first, const Spec& second, const Moments& at, int64_t begin,
-                      int64_t count, float* scratch) {
+void NC_NAMED_BY_ISA(adamw)(const Kernels& k, const Spec& first, const Spec& second, const Moments& at, int64_t begin,
+                            int64_t count, float* scratch) {
     ::adamw(k, first, second, at, begin, count, scratch);
 }
 }  // namespace nc

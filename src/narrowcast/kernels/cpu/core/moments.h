@@ -24,9 +24,6 @@ inline int64_t scratch_floats(int64_t count) { return 5 * ((count + 15) / 16 * 1
 // Elements [begin, begin + count) are whole blocks.
 using AdamW = void(const Kernels&, const Spec& first, const Spec& second, const Moments&, int64_t begin, int64_t count,
                    float* scratch);
-AdamW adamw_plain;
-#if defined(__x86_64__)
-AdamW adamw_avx2, adamw_avx512;
-#endif
+NC_DECLARE(AdamW, adamw);
 
 }  // namespace nc

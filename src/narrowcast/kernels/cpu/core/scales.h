@@ -1,4 +1,4 @@
-// The scales of a batch of groups: measured from the elements, settled into stored numbers, read back.
+// The scales of a batch of blocks: measured from the elements, settled into stored numbers, read back.
 
 #pragma once
 #include <algorithm>
@@ -25,8 +25,8 @@ inline float round_up(float scale, float limit) {
 }
 
 template <int KIND>
-inline void write_scales(const float* scale, int64_t groups, uint8_t* at) {
-    for (int64_t i = 0; i < groups; ++i) {
+inline void write_scales(const float* scale, int64_t blocks, uint8_t* at) {
+    for (int64_t i = 0; i < blocks; ++i) {
         uint32_t bits = as<uint32_t>(scale[i]);
         uint16_t half = KIND == SCALE_FP16 ? uint16_t(Half::narrow(scale[i])) : uint16_t(bits >> 16);
         if (KIND == SCALE_FP32) std::memcpy(at + 4 * i, &bits, 4);
@@ -35,19 +35,19 @@ inline void write_scales(const float* scale, int64_t groups, uint8_t* at) {
     }
 }
 
-__attribute__((always_inline)) inline Scaling read_scale(const Spec& spec, const uint8_t* data, int64_t group) {
+__attribute__((always_inline)) inline Scaling read_scale(const Spec& spec, const uint8_t* data, int64_t block) {
     const uint8_t* at = data + spec.scales_offset;
     Scaling by{1.0f, 1.0f, 0};
     uint16_t half;
     switch (spec.scale) {
         case NO_SCALE: return by;
-        case SCALE_FP32: std::memcpy(&by.scale, at + 4 * group, 4); break;
-        case SCALE_E8M0: by.scale = at[group] == 255 ? NOT_A_NUMBER : as<float>(uint32_t(at[group]) << 23); break;
+        case SCALE_FP32: std::memcpy(&by.scale, at + 4 * block, 4); break;
+        case SCALE_E8M0: by.scale = at[block] == 255 ? NOT_A_NUMBER : as<float>(uint32_t(at[block]) << 23); break;
         default:
-            std::memcpy(&half, at + 2 * group, 2);
+            std::memcpy(&half, at + 2 * block, 2);
             by.scale = spec.scale == SCALE_FP16 ? Half::widen(half) : as<float>(uint32_t(half) << 16);
     }
-    if (spec.element == AFFINE) by.zero = data[spec.zeros_offset + group];
+    if (spec.element == AFFINE) by.zero = data[spec.zeros_offset + block];
     return by;
 }
 
@@ -57,9 +57,9 @@ __attribute__((always_inline)) inline Scaling read_scale(const Spec& spec, const
 inline int32_t ordered(int32_t bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
 
 template <bool RANGE>
-inline void measure_range(const float* x, int64_t n, Batch& batch, int64_t group) {
-    uint32_t key = batch.key[group];
-    int32_t low = batch.low[group], high = batch.high[group];
+inline void measure_range(const float* x, int64_t n, Batch& batch, int64_t block) {
+    uint32_t key = batch.key[block];
+    int32_t low = batch.low[block], high = batch.high[block];
     for (int64_t i = 0; i < n; ++i) {
         uint32_t bits = as<uint32_t>(x[i]);
         uint32_t turned = (bits << 1) | (bits >> 31);
@@ -70,7 +70,7 @@ inline void measure_range(const float* x, int64_t n, Batch& batch, int64_t group
             high = order > high ? order : high;
         }
     }
-    batch.key[group] = key, batch.low[group] = low, batch.high[group] = high;
+    batch.key[block] = key, batch.low[block] = low, batch.high[block] = high;
 }
 
 // 64 magnitudes, folded in halves in fp64.
@@ -118,43 +118,43 @@ inline double magnitude_sum(const float* x, int64_t n) {
     return pairs.total();
 }
 
-// Groups of SIZE elements known when compiling, so that their loops unroll; SIZE 0 takes it from the argument.
+// Blocks of SIZE elements known when compiling, so that their loops unroll; SIZE 0 takes it from the argument.
 template <int ELEMENT, int64_t SIZE>
-inline void measure_groups(const float* x, int64_t count, int64_t size, Batch& batch) {
+inline void measure_blocks(const float* x, int64_t count, int64_t size, Batch& batch) {
     size = SIZE ? SIZE : size;
-    int64_t group = 0;
-    for (; count > 0; ++group, x += size, count -= size) {
+    int64_t block = 0;
+    for (; count > 0; ++block, x += size, count -= size) {
         int64_t n = std::min(size, count);
-        batch.key[group] = 0, batch.low[group] = 0, batch.high[group] = 0;
-        if (SIZE && n == SIZE) measure_range<ELEMENT == AFFINE>(x, SIZE, batch, group);
-        else measure_range<ELEMENT == AFFINE>(x, n, batch, group);
-        if (ELEMENT == SIGN) batch.sum[group] = magnitude_sum(x, n);
+        batch.key[block] = 0, batch.low[block] = 0, batch.high[block] = 0;
+        if (SIZE && n == SIZE) measure_range<ELEMENT == AFFINE>(x, SIZE, batch, block);
+        else measure_range<ELEMENT == AFFINE>(x, n, batch, block);
+        if (ELEMENT == SIGN) batch.sum[block] = magnitude_sum(x, n);
     }
 }
 
 template <int ELEMENT>
 inline void measure_batch(const float* x, int64_t count, int64_t size, Batch& batch) {
     switch (size) {
-        case 32: return measure_groups<ELEMENT, 32>(x, count, size, batch);
-        case 64: return measure_groups<ELEMENT, 64>(x, count, size, batch);
-        case 128: return measure_groups<ELEMENT, 128>(x, count, size, batch);
-        case 256: return measure_groups<ELEMENT, 256>(x, count, size, batch);
-        default: return measure_groups<ELEMENT, 0>(x, count, size, batch);
+        case 32: return measure_blocks<ELEMENT, 32>(x, count, size, batch);
+        case 64: return measure_blocks<ELEMENT, 64>(x, count, size, batch);
+        case 128: return measure_blocks<ELEMENT, 128>(x, count, size, batch);
+        case 256: return measure_blocks<ELEMENT, 256>(x, count, size, batch);
+        default: return measure_blocks<ELEMENT, 0>(x, count, size, batch);
     }
 }
 
 // -- settled -----------------------------------------------------------------------------------------------------------
 
 template <int ELEMENT, int KIND>
-inline void settle_as(const Spec& spec, Batch& batch, int64_t group, int64_t groups, int64_t last_count, uint8_t* out) {
+inline void settle_as(const Spec& spec, Batch& batch, int64_t block, int64_t blocks, int64_t last_count, uint8_t* out) {
     constexpr float smallest = 0x1p-126f;
     const float step = spec.step, limit = spec.limit, top = float((1 << (spec.bits & 15)) - 1);
     const uint32_t flip = spec.signed_scale ? 1 : 0;
-    for (int64_t i = 0; i < groups; ++i) {
+    for (int64_t i = 0; i < blocks; ++i) {
         bool finite = batch.key[i] < 0xFF000000u;
         float scale;
         if (ELEMENT == SIGN) {
-            double size = double(i == groups - 1 ? last_count : spec.group_size);
+            double size = double(i == blocks - 1 ? last_count : spec.block_size);
             scale = round_up<KIND>(float(finite ? batch.sum[i] / size : 0.0), limit);
             batch.scale[i] = finite ? scale : NOT_A_NUMBER;
             batch.inverse[i] = finite ? 1.0f : 0.0f;
@@ -175,20 +175,20 @@ inline void settle_as(const Spec& spec, Batch& batch, int64_t group, int64_t gro
         batch.inverse[i] = finite ? inverse : 0.0f;
     }
     constexpr int64_t bytes = KIND == SCALE_FP32 ? 4 : KIND == SCALE_E8M0 ? 1 : 2;
-    write_scales<KIND>(batch.scale, groups, out + spec.scales_offset + bytes * group);
+    write_scales<KIND>(batch.scale, blocks, out + spec.scales_offset + bytes * block);
     if (ELEMENT == AFFINE) {
-        for (int64_t i = 0; i < groups; ++i) out[spec.zeros_offset + group + i] = uint8_t(batch.zero[i]);
+        for (int64_t i = 0; i < blocks; ++i) out[spec.zeros_offset + block + i] = uint8_t(batch.zero[i]);
     }
 }
 
-// Scales, inverses and zero points of the groups [group, group + groups), from what was measured; writes them to the row.
+// Scales, inverses and zero points of the blocks [block, block + blocks), from what was measured; writes them to the row.
 template <int ELEMENT>
-inline void settle_batch(const Spec& spec, Batch& batch, int64_t group, int64_t groups, int64_t last_count, uint8_t* out) {
+inline void settle_batch(const Spec& spec, Batch& batch, int64_t block, int64_t blocks, int64_t last_count, uint8_t* out) {
     switch (spec.scale) {
-        case SCALE_FP32: return settle_as<ELEMENT, SCALE_FP32>(spec, batch, group, groups, last_count, out);
-        case SCALE_BF16: return settle_as<ELEMENT, SCALE_BF16>(spec, batch, group, groups, last_count, out);
-        case SCALE_FP16: return settle_as<ELEMENT, SCALE_FP16>(spec, batch, group, groups, last_count, out);
-        default: return settle_as<ELEMENT, SCALE_E8M0>(spec, batch, group, groups, last_count, out);
+        case SCALE_FP32: return settle_as<ELEMENT, SCALE_FP32>(spec, batch, block, blocks, last_count, out);
+        case SCALE_BF16: return settle_as<ELEMENT, SCALE_BF16>(spec, batch, block, blocks, last_count, out);
+        case SCALE_FP16: return settle_as<ELEMENT, SCALE_FP16>(spec, batch, block, blocks, last_count, out);
+        default: return settle_as<ELEMENT, SCALE_E8M0>(spec, batch, block, blocks, last_count, out);
     }
 }
 

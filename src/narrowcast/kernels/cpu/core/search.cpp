@@ -90,9 +90,9 @@ inline float fold(float (&lane)[PIECE]) {
     return (lane[0] + lane[2]) + (lane[1] + lane[3]);
 }
 
-// One group, and zeros behind its last element up to a whole piece.
+// One block, and zeros behind its last element up to a whole piece.
 template <class Codes>
-struct Group {
+struct Block {
     const Spec& spec;
     const Search& how;
     const Codes& codes;
@@ -113,7 +113,7 @@ struct Group {
         }
     }
 
-    // The weighted sum of term(element, units) over the group, in 64 lanes.
+    // The weighted sum of term(element, units) over the block, in 64 lanes.
     template <class Term>
     inline float total(Scaling by, const Term& term) const {
         alignas(64) float lanes[PIECE] = {};
@@ -184,38 +184,38 @@ struct Group {
     }
 };
 
-void write(const Spec& spec, Scaling by, int64_t group, uint8_t* out) {
+void write(const Spec& spec, Scaling by, int64_t block, uint8_t* out) {
     uint8_t* at = out + spec.scales_offset;
     switch (spec.scale) {
-        case SCALE_FP32: write_scales<SCALE_FP32>(&by.scale, 1, at + 4 * group); break;
-        case SCALE_BF16: write_scales<SCALE_BF16>(&by.scale, 1, at + 2 * group); break;
-        case SCALE_FP16: write_scales<SCALE_FP16>(&by.scale, 1, at + 2 * group); break;
-        default: write_scales<SCALE_E8M0>(&by.scale, 1, at + group);
+        case SCALE_FP32: write_scales<SCALE_FP32>(&by.scale, 1, at + 4 * block); break;
+        case SCALE_BF16: write_scales<SCALE_BF16>(&by.scale, 1, at + 2 * block); break;
+        case SCALE_FP16: write_scales<SCALE_FP16>(&by.scale, 1, at + 2 * block); break;
+        default: write_scales<SCALE_E8M0>(&by.scale, 1, at + block);
     }
-    if (spec.element == AFFINE) out[spec.zeros_offset + group] = uint8_t(by.zero);
+    if (spec.element == AFFINE) out[spec.zeros_offset + block] = uint8_t(by.zero);
 }
 
 template <class Codes>
-void encode_groups(const Spec& spec, const Kernels& k, Floats row, int64_t first, int64_t end, const Search& how, float* x,
+void encode_blocks(const Spec& spec, const Kernels& k, Floats row, int64_t first, int64_t end, const Search& how, float* x,
                    uint8_t* out) {
     Spec nearest = spec;  // codes are the nearest, whatever the codec does otherwise
     nearest.stochastic = 0;
     const Codes codes(spec);
     Batch batch;
-    for (int64_t group = first; group < end; ++group) {
-        const int64_t begin = group * spec.group_size, count = std::min(spec.group_size, spec.numel - begin);
+    for (int64_t block = first; block < end; ++block) {
+        const int64_t begin = block * spec.block_size, count = std::min(spec.block_size, spec.numel - begin);
         k.measure(spec, row, begin, count, batch, 0);
-        k.settle(spec, batch, group, 1, count, out);
+        k.settle(spec, batch, block, 1, count, out);
         Scaling by{batch.scale[0], batch.inverse[0], batch.zero[0]};
         if (by.inverse != 0.0f) {  // all of it is finite
             const float* loaded = load(row, begin, count, x);
             if (loaded != x) std::memcpy(x, loaded, size_t(count) * 4);
             std::fill(x + count, x + (count + PIECE - 1) / PIECE * PIECE, 0.0f);
             const float* weights = how.importance ? how.importance + begin : nullptr;
-            by = Group<Codes>{nearest, how, codes, x, weights, count}.best(by);
-            write(spec, by, group, out);
+            by = Block<Codes>{nearest, how, codes, x, weights, count}.best(by);
+            write(spec, by, block, out);
         }
-        if constexpr (Codes::BITS != 0) {  // a table is set up once for all groups
+        if constexpr (Codes::BITS != 0) {  // a table is set up once for all blocks
             quantize_as<LEVELS, Codes::BITS>(nearest, x, begin, count, by, codes.table, Dice{0}, out);
         } else {
             k.quantize(nearest, row, begin, count, by, out, 0);
@@ -227,31 +227,17 @@ void encode(const Spec& spec, const Kernels& k, Floats row, int64_t first, int64
             uint8_t* out) {
     auto as = [&](auto run) { run(spec, k, row, first, end, how, x, out); };
     switch (spec.element) {
-        case INT: return as(encode_groups<Integers>);
-        case AFFINE: return as(encode_groups<Affine>);
-        case SIGN: return as(encode_groups<Signs>);
-        case E4M3: return as(encode_groups<NarrowFloats<Fp8E4M3>>);
-        case E5M2: return as(encode_groups<NarrowFloats<Fp8E5M2>>);
-        default: break;
-    }
-    switch (spec.bits) {
-        case 1: return as(encode_groups<Places<1>>);
-        case 2: return as(encode_groups<Places<2>>);
-        case 3: return as(encode_groups<Places<3>>);
-        case 4: return as(encode_groups<Places<4>>);
-        case 5: return as(encode_groups<Places<5>>);
-        case 6: return as(encode_groups<Places<6>>);
-        case 7: return as(encode_groups<Places<7>>);
-        default: return as(encode_groups<Places<8>>);
+        case INT: return as(encode_blocks<Integers>);
+        case AFFINE: return as(encode_blocks<Affine>);
+        case SIGN: return as(encode_blocks<Signs>);
+        case E4M3: return as(encode_blocks<NarrowFloats<Fp8E4M3>>);
+        case E5M2: return as(encode_blocks<NarrowFloats<Fp8E5M2>>);
+        default: with_bits(spec.bits, [&](auto bits) { as(encode_blocks<Places<decltype(bits)::value>>); });
     }
 }
 
 }  // namespace
 
-#define NC_PASTE(a, b) a##b
-#define NC_NAMED(isa) NC_PASTE(search_, isa)
-
 namespace nc {
-extern const SearchKernels NC_NAMED(NC_ISA);
-const SearchKernels NC_NAMED(NC_ISA) = {::encode};
+const SearchKernels NC_NAMED_BY_ISA(search) = {::encode};
 }  // namespace nc

@@ -5,7 +5,7 @@
 
 namespace nc {
 
-// How a group is searched; see kernels/reference/search.py.
+// How a block is searched; see kernels/reference/search.py.
 struct Search {
     static constexpr int64_t MOST = 64;  // factors
     const float* importance;  // of the row's elements, or null
@@ -14,15 +14,11 @@ struct Search {
 };
 
 struct SearchKernels {
-    // Encodes the groups [first, end) of a row. `scratch` has room for a group, rounded up to a multiple of 64.
+    // Encodes the blocks [first, end) of a row. `scratch` has room for a block, rounded up to a multiple of 64.
     void (*encode)(const Spec&, const Kernels&, Floats row, int64_t first, int64_t end, const Search&, float* scratch,
                    uint8_t* out);
 };
 
-extern const SearchKernels search_plain;
-#if defined(__x86_64__)
-extern const SearchKernels search_avx2;
-extern const SearchKernels search_avx512;
-#endif
+NC_DECLARE(const SearchKernels, search);
 
 }  // namespace nc

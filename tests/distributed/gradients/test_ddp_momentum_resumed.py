@@ -1,0 +1,100 @@
+"""A momentum that travels, after a resume: the same bits, or an error that says what is missing."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import faults
+import pytest
+import torch
+import trained
+from ranks import run
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import narrowcast as nc
+from narrowcast.errors import NarrowcastError, StateDictError
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class _Run:
+    def __init__(self, rank: int, *, state: str | None = None, **options: Any) -> None:
+        self.rank = rank
+        self.ddp = DDP(trained.mlp(width=72 if state else 40), bucket_cap_mb=0.002)
+        self.optimizer = nc.optim.AdamW(self.ddp.parameters(), 0.01, state=state)
+        options = {"warmup_steps": 2, "refresh": "growing", **options}
+        self.state = nc.compress_gradients(self.ddp, "sign", momentum=self.optimizer, **options)
+
+    def train(self, first: int, end: int) -> trained.Named:
+        trained.train(self.ddp, self.rank, range(first, end), self.optimizer)
+        return trained.parameters_of(self.ddp)
+
+    def save(self) -> bytes:
+        file = io.BytesIO()
+        torch.save([part.state_dict() for part in (self.ddp.module, self.optimizer, self.state)], file)
+        return file.getvalue()
+
+    def load(self, data: bytes) -> None:
+        loaded = torch.load(io.BytesIO(data))
+        for part, state in zip((self.ddp.module, self.optimizer, self.state), loaded, strict=True):
+            part.load_state_dict(state)
+
+
+def _resumed(rank: int, stop: int, state: str | None = None) -> Any:
+    first = _Run(rank, state=state)
+    first.train(0, stop)
+    data = first.save()
+    second = _Run(rank, state=state)
+    second.load(data)
+    held = {key for each in first.optimizer.state.values() for key in each}
+    return first.train(stop, 24), second.train(stop, 24), held
+
+
+@pytest.mark.parametrize("stop", [1, 2, 5, 17, 18])
+def test_a_run_that_is_resumed_gives_the_same_bits(stop: int) -> None:
+    """In the warm-up, at its end, in the middle, and around a step that refreshes the second moment."""
+    for one, other, _ in run(3, _resumed, stop):
+        trained.agree([one], [other])
+
+
+def test_a_momentum_that_is_held_in_rows_travels_too() -> None:
+    results = run(2, _resumed, 5, "int8")
+    for one, other, held in results:
+        assert "exp_avg_rows" in held
+        trained.agree([one], [other])
+    trained.agree([results[0][0]], [results[1][0]])
+
+
+def _resumed_without_the_optimizer(rank: int) -> Any:
+    first = _Run(rank)
+    first.train(0, 5)
+    second = _Run(rank)
+    second.state.load_state_dict(first.state.state_dict())
+    return faults.error_of(lambda: second.train(5, 6))[0]
+
+
+def test_a_run_that_is_resumed_without_its_optimizer_is_told_so() -> None:
+    for error in run(2, _resumed_without_the_optimizer):
+        assert isinstance(error, NarrowcastError), error
+        assert "state_dict" in str(error)
+
+
+def _of_gradients(rank: int) -> Any:
+    ddp = DDP(trained.mlp(width=40))
+    state = nc.compress_gradients(ddp, "int4")
+    optimizer = torch.optim.AdamW(ddp.parameters(), 0.01)
+    trained.train(ddp, rank, range(3), optimizer)
+    momentum = _Run(rank)
+    momentum.optimizer.load_state_dict(optimizer.state_dict())
+    error, _ = faults.error_of(lambda: momentum.state.load_state_dict(state.state_dict()))
+    momentum.state.load_state_dict(state.state_dict(), residuals="drop")
+    momentum.train(0, 4)
+    return error, momentum.state.state_dict()["momentum"]
+
+
+def test_residuals_of_gradients_are_none_of_the_momentum() -> None:
+    for error, of_momentum in run(2, _of_gradients):
+        assert isinstance(error, StateDictError)
+        assert "momentum=" in str(error)
+        assert of_momentum is True
