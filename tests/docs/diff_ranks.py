@@ -91,11 +91,17 @@ def summed(names: Names) -> bool:
 # -- frameworks -------------------------------------------------------------------------------------------------------
 
 
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=96))
+
+
 def pretrained() -> Names:
     from transformers import AutoModelForCausalLM
 
     from narrowcast.integrations.transformers import NarrowcastConfig
-    from small_llama import llama
 
     folder = tempfile.mkdtemp()
     llama().save_pretrained(folder)
@@ -157,8 +163,6 @@ def accelerated(names: Names) -> bool:
 
 def hugging_face() -> Names:
     from transformers import Trainer, TrainingArguments
-
-    from small_llama import llama
 
     options = {"max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "disable_tqdm": True}
     args = TrainingArguments(tempfile.mkdtemp(), report_to=[], save_strategy="no", **options)
