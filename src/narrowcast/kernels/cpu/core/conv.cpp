@@ -220,26 +220,33 @@ void block(const ConvStrip& s, int64_t row, int64_t first) {
 
 #endif
 
-// Up to O rows from `row` on, V vectors.
+constexpr int64_t PANEL = 16384;  // bytes of weights that stay in the first-level cache, beside the words of a block
+
+// Up to O rows of [row, end), V vectors.
 template <int O, int V>
-void some_rows(const ConvStrip& s, int64_t row, int64_t first) {
+void some_rows(const ConvStrip& s, int64_t row, int64_t end, int64_t first) {
     if constexpr (O > 1) {
-        if (s.outputs - row < O) return some_rows<O - 1, V>(s, row, first);
+        if (end - row < O) return some_rows<O - 1, V>(s, row, end, first);
     }
     block<O, V>(s, row, first);
 }
 
-// Up to V vectors from `first` on, all rows.
+// Rows [row, end), up to V vectors from `first` on.
 template <int V>
-void some_vectors(const ConvStrip& s, int64_t first) {
+void some_vectors(const ConvStrip& s, int64_t row, int64_t end, int64_t first) {
     if constexpr (V > 1) {
-        if (s.vectors - first < V) return some_vectors<V - 1>(s, first);
+        if (s.vectors - first < V) return some_vectors<V - 1>(s, row, end, first);
     }
-    for (int64_t row = 0; row < s.outputs; row += OUTPUTS) some_rows<OUTPUTS, V>(s, row, first);
+    for (; row < end; row += OUTPUTS) some_rows<OUTPUTS, V>(s, row, end, first);
 }
 
 void multiply(const ConvStrip& s) {
-    for (int64_t first = 0; first < s.vectors; first += VECTORS) some_vectors<VECTORS>(s, first);
+    const int64_t bytes = s.words * (LEAST_RUN && !s.run ? 8 : 4), rows = PANEL / bytes / OUTPUTS * OUTPUTS;
+    const int64_t panel = rows > OUTPUTS ? rows : OUTPUTS;
+    for (int64_t row = 0; row < s.outputs; row += panel) {
+        const int64_t end = row + panel < s.outputs ? row + panel : s.outputs;
+        for (int64_t first = 0; first < s.vectors; first += VECTORS) some_vectors<VECTORS>(s, row, end, first);
+    }
 }
 
 constexpr ConvKernels KERNELS{LANES, LEAST_RUN, quantize, measure, widen, multiply};

@@ -68,12 +68,28 @@ struct Weights {
     }
 };
 
+// Of a phase of columns: its slot, and which of its words come from pixels of a row: word j from pixel j * stride + start.
+struct Columns {
+    int64_t slot, start, from, until;
+
+    static std::vector<Columns> of(const ConvAxis& x, int64_t columns) {
+        std::vector<Columns> found;
+        for (int64_t slot = 0; slot < x.phases(); ++slot) {
+            const int64_t start = x.phase(slot) - x.before, from = start < 0 ? ceil_div(-start, x.stride) : 0;
+            const int64_t until = std::min(columns, start < x.size ? ceil_div(x.size - start, x.stride) : 0);
+            if (x.slot(x.phase(slot)) == slot && from < until) found.push_back({slot, start, from, until});
+        }
+        return found;
+    }
+};
+
 struct Job {
     const ConvLayout& l;
     const ConvKernels& known;
     const ConvGrid& grid;
     const Weights& weights;
-    std::vector<int64_t> offsets;
+    std::vector<int64_t> offsets, slots;  // slots of phases of rows
+    std::vector<Columns> columns;
     int32_t shift;
     const float *x, *factor, *bias;
     float* out;
@@ -104,7 +120,7 @@ struct Job {
         bool unknown = false;
         for (int64_t y = std::max<int64_t>(0, above); y < end;) {
             int64_t next = y;  // rows [y, next) are read
-            while (next < end && next - y < most && l.y.slot((next - above) % l.y.stride) >= 0) ++next;
+            while (next < end && next - y < most && slots[size_t((next - above) % l.y.stride)] >= 0) ++next;
             const float* rows[4] = {};
             for (int64_t c = 0; c < channels; ++c) rows[c] = x + (channel + c) * size + y * l.x.size;
             if (next > y) unknown |= known.quantize(grid, rows, (next - y) * l.x.size, strip);
@@ -117,13 +133,12 @@ struct Job {
     // The words of a row, `down` below the band's first one, phase by phase.
     void place(const uint32_t* words, int64_t down, uint32_t* to) const {
         const int64_t stride = l.x.stride;
-        to += down / l.y.stride * l.row + l.y.slot(down % l.y.stride) * l.phase_y;
-        for (int64_t i = 0; i < l.x.phases(); ++i, to += l.phase_x) {
-            const int64_t start = l.x.phase(i) - l.x.before;  // of column 0 in the row
-            const int64_t from = start < 0 ? ceil_div(-start, stride) : 0;
-            const int64_t until = std::min(l.columns, start < l.x.size ? ceil_div(l.x.size - start, stride) : 0);
-            if (stride == 1 && until > from) std::memcpy(to + from, words + start + from, size_t(until - from) * 4);
-            for (int64_t j = from; j < until && stride > 1; ++j) to[j] = words[start + j * stride];
+        to += down / l.y.stride * l.row + slots[size_t(down % l.y.stride)] * l.phase_y;
+        for (const Columns& c : columns) {
+            uint32_t* target = to + c.slot * l.phase_x;
+            if (stride == 1) std::memcpy(target + c.from, words + c.from + c.start, size_t(c.until - c.from) * 4);
+            else if (stride == 2) for (int64_t j = c.from; j < c.until; ++j) target[j] = words[2 * j + c.start];
+            else for (int64_t j = c.from; j < c.until; ++j) target[j] = words[stride * j + c.start];
         }
     }
 
@@ -158,7 +173,8 @@ extern "C" __attribute__((visibility("default"))) int32_t nc_integer_conv(
         const ConvLayout layout(*reinterpret_cast<const ConvSizes*>(sizes), known.lanes, threads);
         const int32_t highest = int32_t(levels[count - 1]) + shift;
         const Weights weights(known, weight, layout.outputs, layout.window(), shift, highest);
-        const Job job{layout, known, grid, weights, layout.offsets(), shift, x, factor, bias, out};
+        const Job job{layout, known, grid, weights, layout.offsets(), layout.y.slots(),
+                      Columns::of(layout.x, layout.columns), shift, x, factor, bias, out};
         std::atomic<bool> unknown{false};
         const int32_t failed = parallel_in_team(layout.images * layout.bands(), threads, [&](int64_t task) {
             if (!unknown && job.band(task)) unknown = true;

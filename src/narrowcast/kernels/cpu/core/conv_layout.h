@@ -27,9 +27,14 @@ struct ConvAxis {
         }
         return -1;
     }
+    std::vector<int64_t> slots() const {  // of all phases
+        std::vector<int64_t> found;
+        for (int64_t i = 0; i < stride; ++i) found.push_back(slot(i));
+        return found;
+    }
 };
 
-// Sizes of a convolution; mirrored by `_integer_conv` in binding.py.
+// Sizes of a convolution; mirrored by `conv_sizes` in spec.py.
 struct ConvSizes {
     int64_t images, channels, height, width;
     int64_t outputs, kernel_y, kernel_x, stride_y, stride_x, dilation_y, dilation_x;
@@ -39,7 +44,7 @@ struct ConvSizes {
 // A band of output rows, and the words that its windows read: of each group, and in it of each row, phase and word.
 struct ConvLayout {
     static constexpr int64_t ROOM = 1 << 15;  // words of a band: 128 KB of the second-level cache
-    static constexpr int64_t LONG = 64;       // pixels that are enough for a row
+    static constexpr int64_t LONG = 14;       // pixels that are enough for a row
 
     int64_t images, channels, outputs, groups;
     ConvAxis y, x;
