@@ -1,13 +1,13 @@
-"""Integer convolutions beside torch's float ones, on a CPU: packed layers with quantized inputs, and the same nn.Conv2d.
+"""Integer convolutions beside torch's float ones, on a CPU: packed layers with quantized inputs, and nn.Conv2d.
 
     PYTHONPATH=src python bench/integer_conv.py             every layer, with one thread and with two
     ... --threads 1  --batches 1  --codecs apot4  --rounds 9
+    ... --clock wall                                        for a machine that has nothing else to do
     ... --out                                               writes bench/results/integer_conv.json and .md
 
 Contenders take turns in one process, several calls each; figures are medians over the rounds, and a ratio is the median
-of the rounds' ratios: above 1 the integers are faster. With one thread, time is the processor time of the process, so
-that others count little. With more it is the wall clock's, since threads that wait for each other use the processor
-too.
+of the rounds' ratios: above 1 the integers are faster. Time is the processor time of the process, so that others count
+little. With two threads it is what both took together, work and waking each other up; those that wait for work sleep.
 
 In `apot4` weights and inputs are additive powers of two in 4 bits, and pairs of products fit an int16; in `int8` both
 have 8 bits, and they do not.
@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +32,7 @@ from torch import Tensor, nn
 import narrowcast as nc
 from machine import facts
 
+CLOCKS = {"processor": time.process_time, "wall": time.perf_counter}
 RESULTS = Path(__file__).parent / "results"
 LEAST = 0.005
 """Seconds that one turn takes at least."""
@@ -95,10 +99,9 @@ def milliseconds(module: nn.Module, x: Tensor, calls: int, clock: Callable[[], f
     return (clock() - begin) / calls * 1e3
 
 
-def measure(layer: Layer, batch: int, threads: int, codecs: list[str], rounds: int) -> Line:
+def measure(layer: Layer, batch: int, threads: int, codecs: list[str], rounds: int, clock: Callable[[], float]) -> Line:
     torch.manual_seed(0)
     torch.set_num_threads(threads)
-    clock = time.process_time if threads == 1 else time.perf_counter
     x = torch.rand(batch, layer.channels, layer.size, layer.size)
     modules = [layer.make().eval(), *(packed(layer, codec, x) for codec in codecs)]
     calls = [max(1, round(LEAST * 1e3 / milliseconds(module, x, 3, time.process_time))) for module in modules]
@@ -108,7 +111,8 @@ def measure(layer: Layer, batch: int, threads: int, codecs: list[str], rounds: i
         times.append([milliseconds(module, x, count, clock) for module, count in turn])
     plain, *integer = (statistics.median(column) for column in zip(*times, strict=True))
     ratios = [statistics.median(row[0] / row[i + 1] for row in times) for i in range(len(codecs))]
-    return Line(threads, batch, layer, plain, dict(zip(codecs, integer, strict=True)), dict(zip(codecs, ratios, strict=True)))
+    by_codec = [dict(zip(codecs, values, strict=True)) for values in (integer, ratios)]
+    return Line(threads, batch, layer, plain, *by_codec)
 
 
 def table(lines: list[Line], codecs: list[str]) -> list[str]:
@@ -142,8 +146,9 @@ def summary(lines: list[Line], codecs: list[str]) -> list[str]:
 
 def written(about: dict[str, str], lines: list[Line], codecs: list[str]) -> None:
     text = ["# Integer convolutions beside float ones", "", *(f"- {key}: {value}" for key, value in about.items())]
-    text += ["", *summary(lines, codecs), *table(lines, codecs), "", "The top of bench/integer_conv.py explains the columns."]
-    (RESULTS / "integer_conv.md").write_text("\n".join([*text, ""]))
+    text += ["", *summary(lines, codecs), *table(lines, codecs), ""]
+    text += ["The top of bench/integer_conv.py explains the columns.", ""]
+    (RESULTS / "integer_conv.md").write_text("\n".join(text))
     values = [{**line._asdict(), "layer": line.layer._asdict()} for line in lines]
     (RESULTS / "integer_conv.json").write_text(json.dumps({"machine": about, "lines": values}, indent=1) + "\n")
 
@@ -155,16 +160,18 @@ def main() -> None:
     asked.add_argument("--batches", default="1,32")
     asked.add_argument("--codecs", default="apot4,int8")
     asked.add_argument("--rounds", type=int, default=9)
+    asked.add_argument("--clock", choices=CLOCKS, default="processor")
     asked.add_argument("--out", action="store_true")
     given = asked.parse_args()
-    codecs, about = given.codecs.split(","), facts()
+    codecs, about = given.codecs.split(","), facts(clock=given.clock)
     lines = []
     for threads in map(int, given.threads.split(",")):
         for batch in map(int, given.batches.split(",")):
             for layer in LAYERS:
-                lines.append(measure(layer, batch, threads, codecs, given.rounds))
+                lines.append(measure(layer, batch, threads, codecs, given.rounds, CLOCKS[given.clock]))
                 print(threads, batch, *lines[-1].cells(), sep=" | ", flush=True)
     print(*table(lines, codecs), "", *summary(lines, codecs), sep="\n")
+    about["load"] = f"{os.getloadavg()[0]:.1f} at the end, on {os.cpu_count()} cores"
     if given.out:
         written(about, lines, codecs)
 

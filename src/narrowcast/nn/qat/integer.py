@@ -144,7 +144,7 @@ class IntegerLayer(OneWeight):
 
 @lru_cache(maxsize=4096)
 def _quotient(clip: float, top: float) -> Tensor:
-    """On the CPU, for small layers. Not to be changed. It is rounded to fp64 first, which changes no quotient of fp32."""
+    """On the CPU, and not to be changed. It is rounded to fp64 first, which changes no quotient of fp32."""
     with torch.inference_mode(False):
         return torch.tensor([clip / top], dtype=torch.float32, device="cpu")
 
@@ -237,16 +237,16 @@ class _IntegerConv(IntegerLayer, Convolution):
         image = image if spatial == 2 else image.unsqueeze(2)
         steps = (*_planar(self.stride), *_planar(self.dilation))
         window = Window._make((*steps, *around, *[0] * (4 - len(around)), self.groups))
-        weight, scales = (self._buffers[name] for name in self.made_on_load)  # nn.Module takes a microsecond for each
-        assert weight is not None and scales is not None
+        weight = self.weight_integers
         if min(window.outputs(image.shape[2], image.shape[3], weight.shape[2:4])) < 1:
             raise ShapeError(
                 f"input: {list(x.shape)} is smaller, with its padding, than the kernel {self.kernel_size}."
             )
         quantizer, scale = self.input_quantizer, self.input_scale()
-        factor, bias = scale * scales, None if bias is None else bias.float()
+        factor, bias = scale * self.weight_scales, None if bias is None else bias.float()
         out = integer_conv(image.contiguous(), scale, quantizer.grid, weight, factor, bias, window)
-        return (out if spatial == 2 else out.squeeze(2)).to(x.dtype)
+        out = out if spatial == 2 else out.squeeze(2)
+        return out if x.dtype == out.dtype else out.to(x.dtype)
 
     def _in_floats(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self.convolved(self.input_quantizer(x), bias)
