@@ -73,6 +73,14 @@ def test_windows_of_any_stride_dilation_padding_and_groups(kernel: binding.Nativ
         assert_exact(kernel, torch.randn(size), grid.kernel, codes(*shape), window, 2 / grid.top)
 
 
+@pytest.mark.parametrize("groups", [2, 3, 4, 6, 7, 8])
+@pytest.mark.parametrize("each", [1, 2, 3])
+def test_groups_of_few_channels_share_words(kernel: binding.Native, groups: int, each: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, groups * each, 7, 11), codes(groups * 2, each, 3, 3)
+    assert_exact(kernel, x, codec_grid("int8").kernel, weight, Window(1, 1, 1, 1, 1, 1, 1, 1, groups), 2 / 127)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_bands_of_a_tall_image_meet_without_a_seam(kernel: binding.Native, threads: int, stride: int) -> None:

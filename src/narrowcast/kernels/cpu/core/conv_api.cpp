@@ -40,6 +40,19 @@ bool make_grid(const float* levels, const float* thresholds, int32_t count, bool
     return fits;
 }
 
+// Groups of one or two channels share words of the input: their weights move to their bytes, and zeros are left elsewhere.
+std::vector<uint32_t> share_words(ConvSizes& s, const int8_t* weight) {
+    const int64_t count = s.sharing(), each = s.channels / s.groups, window = s.kernel_y * s.kernel_x;
+    std::vector<uint32_t> shared(count > 1 ? size_t(s.outputs * window) : 0);
+    if (count > 1) std::memcpy(shared.data(), weight, shared.size() * 4);
+    for (size_t i = 0; i < shared.size(); ++i) {
+        const int64_t group = int64_t(i) / (s.outputs / s.groups * window);
+        shared[i] <<= 8 * each * (group % count);
+    }
+    s.groups /= count;
+    return shared;
+}
+
 // The weights of all outputs, and what follows from them.
 struct Weights {
     std::unique_ptr<int32_t[]> widened;
@@ -170,7 +183,10 @@ extern "C" __attribute__((visibility("default"))) int32_t nc_integer_conv(
         const int32_t shift = levels[0] < 0 ? -int32_t(levels[0]) : 0;
         ConvGrid grid;
         if (!make_grid(levels, thresholds, count, uniform != 0, *scale, shift, grid)) return UNKNOWN;
-        const ConvLayout layout(*reinterpret_cast<const ConvSizes*>(sizes), known.lanes, threads);
+        ConvSizes s = *reinterpret_cast<const ConvSizes*>(sizes);
+        const std::vector<uint32_t> shared = share_words(s, weight);
+        if (!shared.empty()) weight = reinterpret_cast<const int8_t*>(shared.data());
+        const ConvLayout layout(s, known.lanes, threads);
         const int32_t highest = int32_t(levels[count - 1]) + shift;
         const Weights weights(known, weight, layout.outputs, layout.window(), shift, highest);
         const Job job{layout, known, grid, weights, layout.offsets(), layout.y.slots(),

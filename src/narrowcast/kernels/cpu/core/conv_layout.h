@@ -39,6 +39,15 @@ struct ConvSizes {
     int64_t images, channels, height, width;
     int64_t outputs, kernel_y, kernel_x, stride_y, stride_x, dilation_y, dilation_x;
     int64_t left, top, out_height, out_width, groups;
+
+    // Groups whose channels fit one word together.
+    int64_t sharing() const {
+        const int64_t each = channels / groups;
+        for (int64_t count = std::min<int64_t>(groups, 4 / each); count > 1; --count) {
+            if (groups % count == 0) return count;
+        }
+        return 1;
+    }
 };
 
 // A band of output rows, and the words that its windows read: of each group, and in it of each row, phase and word.
