@@ -129,24 +129,49 @@ struct Job {
     // The rows that windows of output rows [first, first + count) read, of `channels` channels.
     bool lay_out(int64_t channel, int64_t channels, int64_t first, int64_t count, uint32_t* strip, uint32_t* to) const {
         const int64_t above = first * l.y.stride - l.y.before, size = l.y.size * l.x.size;
-        const int64_t end = std::min(l.y.size, above + l.y.last(count - 1) + 1), most = std::max<int64_t>(1, STRIP / l.x.size);
+        const int64_t end = std::min(l.y.size, above + l.y.last(count - 1) + 1);
+        const int64_t most = thin() ? 1 : std::max<int64_t>(1, STRIP / l.x.size);
         bool unknown = false;
         for (int64_t y = std::max<int64_t>(0, above); y < end;) {
             int64_t next = y;  // rows [y, next) are read
             while (next < end && next - y < most && slots[size_t((next - above) % l.y.stride)] >= 0) ++next;
             const float* rows[4] = {};
             for (int64_t c = 0; c < channels; ++c) rows[c] = x + (channel + c) * size + y * l.x.size;
-            if (next > y) unknown |= known.quantize(grid, rows, (next - y) * l.x.size, strip);
-            for (int64_t r = y; r < next; ++r) place(strip + (r - y) * l.x.size, r - above, to);
+            if (next > y && thin()) unknown |= place_thin(rows, y - above, to);
+            else if (next > y) unknown |= known.quantize(grid, rows, (next - y) * l.x.size, strip);
+            for (int64_t r = y; r < next && !thin(); ++r) place(strip + (r - y) * l.x.size, r - above, to);
             y = std::max(next, y + 1);
         }
         return unknown;
     }
 
+    // Whether windows read few pixels of a row: one phase of several.
+    bool thin() const { return columns.size() == 1 && l.x.stride > 1; }
+
+    int64_t place_of_row(int64_t down) const {
+        return down / l.y.stride * l.row + slots[size_t(down % l.y.stride)] * l.phase_y;
+    }
+
+    // A row, `down` below the band's first one, of which only the pixels that are read are quantized.
+    bool place_thin(const float* const rows[4], int64_t down, uint32_t* to) const {
+        const Columns& c = columns[0];
+        const int64_t count = c.until - c.from, stride = l.x.stride;
+        const std::unique_ptr<float[]> pixels(new float[size_t(4 * count)]);
+        const float* gathered[4] = {};
+        for (int i = 0; i < 4 && rows[i]; ++i) {
+            const float* from = rows[i] + c.from * stride + c.start;
+            float* channel = pixels.get() + i * count;
+            if (stride == 2) for (int64_t j = 0; j < count; ++j) channel[j] = from[2 * j];
+            else for (int64_t j = 0; j < count; ++j) channel[j] = from[stride * j];
+            gathered[i] = channel;
+        }
+        return known.quantize(grid, gathered, count, to + place_of_row(down) + c.slot * l.phase_x + c.from);
+    }
+
     // The words of a row, `down` below the band's first one, phase by phase.
     void place(const uint32_t* words, int64_t down, uint32_t* to) const {
         const int64_t stride = l.x.stride;
-        to += down / l.y.stride * l.row + slots[size_t(down % l.y.stride)] * l.phase_y;
+        to += place_of_row(down);
         for (const Columns& c : columns) {
             uint32_t* target = to + c.slot * l.phase_x;
             if (stride == 1) std::memcpy(target + c.from, words + c.from + c.start, size_t(c.until - c.from) * 4);
