@@ -7,7 +7,6 @@ lets go of the GIL during a call. The instruction set (avx512, avx2, plain) is c
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import cache
@@ -20,7 +19,7 @@ from narrowcast import kernels
 from narrowcast.kernels import reference
 from narrowcast.kernels.contract import Kernel
 from narrowcast.kernels.cpu.reinstall import reinstall_command
-from narrowcast.kernels.cpu.spec import spec_of
+from narrowcast.kernels.cpu.spec import conv_sizes, spec_of
 from narrowcast.kernels.layout import Grid, Recipe, Scale
 from narrowcast.kernels.moments import Step, second_recipe
 from narrowcast.kernels.reference import search
@@ -43,7 +42,7 @@ MAX_BATCH = {torch.float32: 64, torch.float16: 64, torch.bfloat16: 32}
 two Zen 4 cores, 11008x4096, int8 and int4 (bfloat16 has instructions of its own there); see bench/linear.py."""
 
 UNKNOWN = 2
-"""What nc_integer_conv returns where its input holds a NaN."""
+"""What nc_integer_conv returns where its input holds a NaN, or its grid is none that it knows."""
 
 LARGE = 1 << 22
 """Bytes from which on new memory is worth a word to the kernel."""
@@ -190,15 +189,13 @@ class Native(Kernel):
         bias: Tensor | None,
         window: Window,
     ) -> None:
-        outputs, words, *kernel, _ = weight.shape
-        steps, around = window[:4], (window.left, window.top)
-        sizes = (c_int64 * 16)(*x.shape, outputs, *kernel, *steps, *around, *out.shape[2:], window.groups)
-        levels = grid.levels.data_ptr(), grid.thresholds.data_ptr(), len(grid.levels), grid.uniform
+        sizes, words = conv_sizes(x.shape, weight.shape, out.shape, window)
+        levels = grid.levels.data_ptr(), grid.thresholds.data_ptr(), grid.levels.numel(), grid.uniform
         rows = weight.data_ptr(), factor.data_ptr(), None if bias is None else bias.data_ptr()
-        threads = _team(out.numel() * words * math.prod(kernel), LINEAR_GRAIN)
+        threads = _team(out.numel() * words, LINEAR_GRAIN)
         failed = UNKNOWN
-        if 4 * words * math.prod(kernel) <= LONGEST:
-            image = x.data_ptr(), ctypes.addressof(sizes), scale.data_ptr()
+        if 4 * words <= LONGEST:
+            image = x.data_ptr(), sizes, scale.data_ptr()
             failed = self._nc_integer_conv(*image, *levels, *rows, out.data_ptr(), threads, self._isa)
         if failed == UNKNOWN:  # slow and rare: a NaN marks every window that holds it, and longer sums take int64
             out.copy_(reference.integer_conv(x, scale, grid, weight, factor, bias, window))

@@ -1,12 +1,15 @@
-"""What the compiled core is told of a row: its format and where its bytes lie."""
+"""What the compiled core is told of a row, its format and where its bytes lie, and of a convolution, its sizes."""
 
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 
 from narrowcast.kernels.layout import Format, Recipe, layout, scaling
+from narrowcast.kernels.windows import Window
 
 
 class Spec(ctypes.Structure):
@@ -62,3 +65,12 @@ def spec_of(recipe: Recipe, numel: int) -> object:
     """A pointer to the `Spec` of rows of a codec."""
     format, peak, table = recipe
     return spec(format, peak, numel, 0 if table is None else table.data_ptr())
+
+
+@lru_cache(maxsize=4096)
+def conv_sizes(x: Sequence[int], weight: Sequence[int], out: Sequence[int], window: Window) -> tuple[object, int]:
+    """`ConvSizes` of core/conv_layout.h, for these shapes; and the words of a window."""
+    outputs, words, *kernel, _ = weight
+    steps, around = window[:4], (window.left, window.top)
+    sizes = (c_int64 * 16)(*x, outputs, *kernel, *steps, *around, *out[2:], window.groups)
+    return sizes, words * math.prod(kernel)

@@ -83,10 +83,19 @@ def integer_conv(
 
     Arguments are checked by the kernel: modules say what is wrong with an input in their own words.
     """
-    numbers = x, scale, *grid, weight, factor, bias, window
     if unwatched(x):
-        return _convolve(*numbers)
-    return torch.ops.narrowcast.integer_conv(*numbers)  # type: ignore[no-any-return]
+        return _run(x, scale, grid, weight, factor, bias, window)
+    return torch.ops.narrowcast.integer_conv(x, scale, *grid, weight, factor, bias, window)  # type: ignore[no-any-return]
+
+
+def _run(
+    x: Tensor, scale: Tensor, grid: Grid, weight: Tensor, factor: Tensor, bias: Tensor | None, window: Window
+) -> Tensor:
+    size = window.outputs(x.shape[2], x.shape[3], weight.shape[2:4])
+    out = torch.empty(x.shape[0], weight.shape[0], *size, dtype=torch.float32, device=x.device)
+    if out.numel():
+        kernel_for(x.device.type).integer_conv(out, x.contiguous(), scale, grid, weight, factor, bias, window)
+    return out
 
 
 def _convolve(
@@ -100,12 +109,7 @@ def _convolve(
     bias: Tensor | None,
     window: Sequence[int],
 ) -> Tensor:
-    out = _new_image(x, scale, levels, thresholds, uniform, weight, factor, bias, window)
-    if out.numel():
-        grid = Grid(levels, thresholds, uniform)
-        x = x.contiguous()
-        kernel_for(x.device.type).integer_conv(out, x, scale, grid, weight, factor, bias, Window(*window))
-    return out
+    return _run(x, scale, Grid(levels, thresholds, uniform), weight, factor, bias, Window(*window))
 
 
 def _new_image(

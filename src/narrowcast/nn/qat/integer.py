@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -122,12 +123,13 @@ class IntegerLayer(OneWeight):
         raise NotImplementedError
 
     def input_scale(self) -> Tensor:
-        alpha, top = self.input_quantizer.alpha, self.input_quantizer.top
+        quantizer = self.input_quantizer
+        alpha, top = quantizer.alpha, quantizer.top
         if operators.unwatched(alpha.data):  # in two steps, where a small layer would wait for eight of torch's
             value = alpha.item() if alpha.device.type == "cpu" else math.nan
-            if FLOOR <= value < math.inf:  # rounded to fp64 first, which changes no quotient of fp32
-                return torch.tensor([value / top], dtype=torch.float32, device="cpu")
-        return scale_of(self.input_quantizer.clip, top)
+            if FLOOR <= value < math.inf:
+                return _quotient(value, top)
+        return scale_of(quantizer.clip, top)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -138,6 +140,13 @@ class IntegerLayer(OneWeight):
         operands = {id(self._buffers[name]) for name in self.made_on_load}
         super()._apply(lambda t: keep_dtype(fn, t) if id(t) in operands else fn(t), recurse)
         return self
+
+
+@lru_cache(maxsize=4096)
+def _quotient(clip: float, top: float) -> Tensor:
+    """On the CPU, and not to be changed. It is rounded to fp64 first, which changes no quotient of fp32."""
+    with torch.inference_mode(False):
+        return torch.tensor([clip / top], dtype=torch.float32, device="cpu")
 
 
 class _InIntegers(torch.autograd.Function):
@@ -228,14 +237,16 @@ class _IntegerConv(IntegerLayer, Convolution):
         image = image if spatial == 2 else image.unsqueeze(2)
         steps = (*_planar(self.stride), *_planar(self.dilation))
         window = Window._make((*steps, *around, *[0] * (4 - len(around)), self.groups))
-        if min(window.outputs(image.shape[2], image.shape[3], self.weight_integers.shape[2:4])) < 1:
+        weight = self.weight_integers
+        if min(window.outputs(image.shape[2], image.shape[3], weight.shape[2:4])) < 1:
             raise ShapeError(
                 f"input: {list(x.shape)} is smaller, with its padding, than the kernel {self.kernel_size}."
             )
         quantizer, scale = self.input_quantizer, self.input_scale()
         factor, bias = scale * self.weight_scales, None if bias is None else bias.float()
-        out = integer_conv(image.contiguous(), scale, quantizer.grid, self.weight_integers, factor, bias, window)
-        return (out if spatial == 2 else out.squeeze(2)).to(x.dtype)
+        out = integer_conv(image.contiguous(), scale, quantizer.grid, weight, factor, bias, window)
+        out = out if spatial == 2 else out.squeeze(2)
+        return out if x.dtype == out.dtype else out.to(x.dtype)
 
     def _in_floats(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self.convolved(self.input_quantizer(x), bias)

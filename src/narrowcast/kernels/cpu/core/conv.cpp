@@ -4,64 +4,35 @@
 
 #include "conv.h"
 
-#include <cmath>
-#include <cstring>
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "conv_levels.h"
 
 namespace {
 using namespace nc;
 
-constexpr int PLACES = 16;  // that are stored together
-
-// The nearest integer to a float of less than 2^22, ties to even, in the low bits of the sum with this.
-constexpr float ROUNDING = 12582912.0f;
-
-inline uint32_t byte_of(float value, float inverse, float bias, uint32_t& unknown) {
-    const float level = value * inverse + bias;
-    uint32_t bits;
-    std::memcpy(&bits, &level, 4);
-    unknown |= level == level ? 0u : 1u;
-    return bits & 0xFFu;
+void measure(const int8_t* __restrict weight, int64_t count, int32_t& sum, int32_t& largest) {
+    int32_t total = 0;
+    int8_t least = 0, most = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        total += weight[i];
+        least = weight[i] < least ? weight[i] : least;
+        most = weight[i] > most ? weight[i] : most;
+    }
+    sum = total;
+    largest = -int32_t(least) > int32_t(most) ? -int32_t(least) : int32_t(most);
 }
 
-bool interleave(const float* const rows[4], int64_t count, float inverse, int shift, uint32_t* __restrict to) {
-    const float bias = ROUNDING + float(shift);
-    uint32_t unknown = 0;
-    if (rows[3]) {
-        const float *__restrict a = rows[0], *__restrict b = rows[1], *__restrict c = rows[2], *__restrict d = rows[3];
-        for (int64_t i = 0; i < count; ++i) {
-            const uint32_t low = byte_of(a[i], inverse, bias, unknown) | byte_of(b[i], inverse, bias, unknown) << 8;
-            to[i] = low | byte_of(c[i], inverse, bias, unknown) << 16 | byte_of(d[i], inverse, bias, unknown) << 24;
-        }
-        return unknown != 0;
-    }
-    for (int j = 0; j < 4 && rows[j]; ++j) {
-        const float* __restrict row = rows[j];
-        for (int64_t i = 0; i < count; ++i) {
-            const uint32_t byte = byte_of(row[i], inverse, bias, unknown) << (8 * j);
-            to[i] = j ? to[i] | byte : byte;
-        }
-    }
-    return unknown != 0;
-}
-
-// One place after the other: `sums` of them, of which `stored` says which go to `out`.
-[[maybe_unused]] void store(const int32_t* sums, const ConvBlock& b, int row, int vector) {
-    float* to = b.out + row * b.out_stride + b.targets[vector];
-    for (int lane = 0; lane < PLACES; ++lane) {
-        if (!(b.stored[vector] >> lane & 1)) continue;
-        float result = float(int32_t(uint32_t(sums[lane]) - uint32_t(b.shift[row]))) * b.factor[row];
-        if (b.bias) result = result + b.bias[row];
-        *to++ = result;
+void widen(const int8_t* __restrict weight, int64_t words, int32_t* __restrict to) {
+    int16_t* __restrict pairs = reinterpret_cast<int16_t*>(to);
+    for (int64_t i = 0; i < words; ++i) {
+        pairs[4 * i] = weight[4 * i], pairs[4 * i + 1] = weight[4 * i + 2];
+        pairs[4 * i + 2] = weight[4 * i + 1], pairs[4 * i + 3] = weight[4 * i + 3];
     }
 }
 
 #if defined(__AVX512VNNI__)
 
-constexpr int OUTPUTS = 8, VECTORS = 3;
+constexpr int LANES = 16, OUTPUTS = 8, VECTORS = 3;
+constexpr int64_t LEAST_RUN = 0;
 
 // Unsigned bytes of x times signed ones of a weight, four to a lane. By hand, because GCC 12 takes two registers for the
 // intrinsic's sums.
@@ -70,169 +41,215 @@ constexpr int OUTPUTS = 8, VECTORS = 3;
     return sums;
 }
 
+// Rows [row, row + O) at vectors [first, first + V).
 template <int O, int V>
-void block(const ConvBlock& b) {
+void block(const ConvStrip& s, int64_t row, int64_t first) {
     __m512i sums[O][V];
 #pragma GCC unroll 8
     for (int o = 0; o < O; ++o) {
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) sums[o][v] = _mm512_setzero_si512();
     }
-    for (int64_t k = 0; k < b.words; ++k) {
-        const uint32_t* from = b.x + b.offsets[k];
+    const uint32_t* from[V];
+    for (int v = 0; v < V; ++v) from[v] = s.x + s.places[first + v];
+    const int32_t* weights = s.weight + row * s.words;
+    for (int64_t k = 0; k < s.words; ++k) {
         __m512i x[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) x[v] = _mm512_loadu_si512(from + PLACES * v);
+        for (int v = 0; v < V; ++v) x[v] = _mm512_loadu_si512(from[v] + s.offsets[k]);
 #pragma GCC unroll 8
         for (int o = 0; o < O; ++o) {
-            const __m512i weight = _mm512_set1_epi32(b.weight[o * b.words + k]);
+            const __m512i weight = _mm512_set1_epi32(weights[o * s.words + k]);
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) sums[o][v] = accumulated(sums[o][v], x[v], weight);
         }
     }
 #pragma GCC unroll 8
     for (int o = 0; o < O; ++o) {
-        const __m512i shift = _mm512_set1_epi32(b.shift[o]);
-        const __m512 factor = _mm512_set1_ps(b.factor[o]);
+        const __m512i shift = _mm512_set1_epi32(s.shift[row + o]);
+        const __m512 factor = _mm512_set1_ps(s.factor[row + o]);
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
             __m512 result = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums[o][v], shift)), factor);
-            if (b.bias) result = _mm512_add_ps(result, _mm512_set1_ps(b.bias[o]));
-            const __mmask16 which = __mmask16(b.stored[v]);
-            const __mmask16 first = __mmask16((1u << __builtin_popcount(which)) - 1);
-            _mm512_mask_storeu_ps(b.out + o * b.out_stride + b.targets[v], first, _mm512_maskz_compress_ps(which, result));
+            if (s.bias) result = _mm512_add_ps(result, _mm512_set1_ps(s.bias[row + o]));
+            float* to = s.out + (row + o) * s.out_stride + s.targets[first + v];
+            const __mmask16 which = __mmask16(s.stored[first + v]);
+            const __mmask16 count = __mmask16((1u << __builtin_popcount(which)) - 1);
+            if (which == 0xFFFF) _mm512_storeu_ps(to, result);
+            else _mm512_mask_storeu_ps(to, count, _mm512_maskz_compress_ps(which, result));
         }
     }
-}
-
-template <int V>
-void rows(const ConvBlock& b) {
-    switch (b.outputs) {
-        case 8: return block<8, V>(b);
-        case 7: return block<7, V>(b);
-        case 6: return block<6, V>(b);
-        case 5: return block<5, V>(b);
-        case 4: return block<4, V>(b);
-        case 3: return block<3, V>(b);
-        case 2: return block<2, V>(b);
-        default: return block<1, V>(b);
-    }
-}
-
-void multiply(const ConvBlock& b, int vectors) {
-    if (vectors == 3) rows<3>(b);
-    else if (vectors == 2) rows<2>(b);
-    else rows<1>(b);
 }
 
 #elif defined(__AVX2__)
 
-constexpr int OUTPUTS = 4, VECTORS = 1;
+constexpr int LANES = 8, OUTPUTS = 4, VECTORS = 2;
+constexpr int64_t LEAST_RUN = 2;
 
-// The outputs at 16 places, scaled, of which `stored` says which go to `out`.
-[[gnu::always_inline]] inline void store_scaled(const __m256i sums[2], const ConvBlock& b, int row) {
-    float* to = b.out + row * b.out_stride + b.targets[0];
-    const bool all = b.stored[0] == (1u << PLACES) - 1;
-    alignas(32) float results[PLACES];
-    for (int v = 0; v < 2; ++v) {
-        const __m256i sum = _mm256_sub_epi32(sums[v], _mm256_set1_epi32(b.shift[row]));
-        __m256 result = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(b.factor[row]));
-        if (b.bias) result = _mm256_add_ps(result, _mm256_set1_ps(b.bias[row]));
-        _mm256_storeu_ps((all ? to : results) + 8 * v, result);
-    }
-    for (int lane = 0; lane < PLACES && !all; ++lane) {
-        if (b.stored[0] >> lane & 1) *to++ = results[lane];
-    }
+// sums += pairs of products. By hand, because GCC 12 moves sums between registers and memory otherwise, at half the speed.
+[[gnu::always_inline]] inline void add_bytes(__m256i& sums, __m256i x, __m256i weight) {
+    __m256i products;
+    asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(x), "x"(weight));
 }
 
-// Pairs of products as uint8 x int8, added up in int16 for as many words as those hold.
-template <int O>
-void narrow_block(const ConvBlock& b) {
-    __m256i sums[O][2];
-    for (int o = 0; o < O; ++o) sums[o][0] = sums[o][1] = _mm256_setzero_si256();
-    for (int64_t first = 0; first < b.words; first += b.run) {
-        const int64_t last = first + b.run < b.words ? first + b.run : b.words;
-        __m256i pairs[O][2];
-#pragma GCC unroll 4
-        for (int o = 0; o < O; ++o) pairs[o][0] = pairs[o][1] = _mm256_setzero_si256();
-        for (int64_t k = first; k < last; ++k) {
-            const __m256i* from = reinterpret_cast<const __m256i*>(b.x + b.offsets[k]);
-            const __m256i x[2] = {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
-#pragma GCC unroll 4
-            for (int o = 0; o < O; ++o) {
-                const __m256i weight = _mm256_set1_epi32(b.weight[o * b.words + k]);
+[[gnu::always_inline]] inline void add_pairs(__m256i& sums, __m256i x, __m256i weight) {
+    __m256i products;
+    asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(x), "x"(weight));
+}
+
+// Adds the products of words [k, end) to sums in int16. Pairs of products, uint8 x int8, fit as long as they are few.
+template <int O, int V>
+[[gnu::always_inline]] inline void add_narrow(const ConvStrip& s, const uint32_t* const (&from)[V], const int32_t* weights,
+                                              int64_t k, int64_t end, __m256i (&pairs)[O][V]) {
+    for (; k < end; ++k) {
+        __m256i x[V];
 #pragma GCC unroll 2
-                for (int v = 0; v < 2; ++v) {
-                    pairs[o][v] = _mm256_add_epi16(pairs[o][v], _mm256_maddubs_epi16(x[v], weight));
-                }
-            }
-        }
+        for (int v = 0; v < V; ++v) x[v] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from[v] + s.offsets[k]));
+#pragma GCC unroll 4
         for (int o = 0; o < O; ++o) {
-            for (int v = 0; v < 2; ++v) {
-                sums[o][v] = _mm256_add_epi32(sums[o][v], _mm256_madd_epi16(pairs[o][v], _mm256_set1_epi16(1)));
-            }
+            const __m256i weight = _mm256_set1_epi32(weights[o * s.words + k]);
+#pragma GCC unroll 2
+            for (int v = 0; v < V; ++v) add_bytes(pairs[o][v], x[v], weight);
         }
     }
-    for (int o = 0; o < O; ++o) store_scaled(sums[o], b, o);
 }
 
-// Pairs of products as int16 x int16: the even bytes of a word, then the odd ones.
-template <int O>
-void block(const ConvBlock& b) {
-    if (b.run) return narrow_block<O>(b);
-    __m256i sums[O][2];
-    for (int o = 0; o < O; ++o) sums[o][0] = sums[o][1] = _mm256_setzero_si256();
-    for (int64_t k = 0; k < b.words; ++k) {
-        const __m256i* from = reinterpret_cast<const __m256i*>(b.x + b.offsets[k]);
-        __m256i even[2], odd[2];
+template <int O, int V>
+[[gnu::always_inline]] inline void sum_narrow(const ConvStrip& s, const uint32_t* const (&from)[V], int64_t row,
+                                              __m256i (&sums)[O][V]) {
+    for (int64_t k = 0; k < s.words; k += s.run) {
+        __m256i pairs[O][V];
+#pragma GCC unroll 4
+        for (int o = 0; o < O; ++o) {
 #pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) {
-            const __m256i x = _mm256_loadu_si256(from + v);
+            for (int v = 0; v < V; ++v) pairs[o][v] = _mm256_setzero_si256();
+        }
+        const int64_t end = k + s.run < s.words ? k + s.run : s.words;
+        add_narrow<O, V>(s, from, s.weight + row * s.words, k, end, pairs);
+#pragma GCC unroll 4
+        for (int o = 0; o < O; ++o) {
+#pragma GCC unroll 2
+            for (int v = 0; v < V; ++v) add_pairs(sums[o][v], pairs[o][v], _mm256_set1_epi16(1));
+        }
+    }
+}
+
+// Pairs of products as int16 x int16, which never overflow: bytes 0 and 2 of a word, then 1 and 3.
+template <int O, int V>
+[[gnu::always_inline]] inline void sum_wide(const ConvStrip& s, const uint32_t* const (&from)[V], int64_t row,
+                                            __m256i (&sums)[O][V]) {
+    const int32_t* weights = s.weight + row * s.words * 2;
+    for (int64_t k = 0; k < s.words; ++k) {
+        __m256i even[V], odd[V];
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) {
+            const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from[v] + s.offsets[k]));
             even[v] = _mm256_and_si256(x, _mm256_set1_epi16(0xFF)), odd[v] = _mm256_srli_epi16(x, 8);
         }
 #pragma GCC unroll 4
         for (int o = 0; o < O; ++o) {
-            const __m256i w = _mm256_set1_epi32(b.weight[o * b.words + k]);
-            const __m256i evens = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), odds = _mm256_srai_epi16(w, 8);
+            const __m256i evens = _mm256_set1_epi32(weights[(o * s.words + k) * 2]);
+            const __m256i odds = _mm256_set1_epi32(weights[(o * s.words + k) * 2 + 1]);
 #pragma GCC unroll 2
-            for (int v = 0; v < 2; ++v) {
-                const __m256i pairs = _mm256_add_epi32(_mm256_madd_epi16(even[v], evens), _mm256_madd_epi16(odd[v], odds));
-                sums[o][v] = _mm256_add_epi32(sums[o][v], pairs);
-            }
+            for (int v = 0; v < V; ++v) add_pairs(sums[o][v], even[v], evens);
+#pragma GCC unroll 2
+            for (int v = 0; v < V; ++v) add_pairs(sums[o][v], odd[v], odds);
         }
     }
-    for (int o = 0; o < O; ++o) store_scaled(sums[o], b, o);
 }
 
-void multiply(const ConvBlock& b, int) {
-    if (b.outputs == 4) block<4>(b);
-    else if (b.outputs == 3) block<3>(b);
-    else if (b.outputs == 2) block<2>(b);
-    else block<1>(b);
+// The lanes that `which` names moved to the front, and stored.
+void store_some(float* to, __m256 result, uint32_t which) {
+    const uint64_t bytes = _pdep_u64(which, 0x0101010101010101u) * 0xFF;
+    const __m128i lanes = _mm_cvtsi64_si128(int64_t(_pext_u64(0x0706050403020100u, bytes)));
+    const __m256i count = _mm256_set1_epi32(__builtin_popcount(which));
+    const __m256i there = _mm256_cmpgt_epi32(count, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    _mm256_maskstore_ps(to, there, _mm256_permutevar8x32_ps(result, _mm256_cvtepu8_epi32(lanes)));
+}
+
+// Rows [row, row + O) at vectors [first, first + V).
+template <int O, int V>
+void block(const ConvStrip& s, int64_t row, int64_t first) {
+    __m256i sums[O][V];
+    const uint32_t* from[V];
+    for (int v = 0; v < V; ++v) from[v] = s.x + s.places[first + v];
+#pragma GCC unroll 4
+    for (int o = 0; o < O; ++o) {
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) sums[o][v] = _mm256_setzero_si256();
+    }
+    if (s.run) sum_narrow<O, V>(s, from, row, sums);
+    else sum_wide<O, V>(s, from, row, sums);
+#pragma GCC unroll 4
+    for (int o = 0; o < O; ++o) {
+        const __m256i shift = _mm256_set1_epi32(s.shift[row + o]);
+        const __m256 factor = _mm256_set1_ps(s.factor[row + o]);
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) {
+            __m256 result = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(sums[o][v], shift)), factor);
+            if (s.bias) result = _mm256_add_ps(result, _mm256_set1_ps(s.bias[row + o]));
+            float* to = s.out + (row + o) * s.out_stride + s.targets[first + v];
+            if (s.stored[first + v] == 0xFF) _mm256_storeu_ps(to, result);
+            else store_some(to, result, s.stored[first + v]);
+        }
+    }
 }
 
 #else
 
-constexpr int OUTPUTS = 4, VECTORS = 1;
+constexpr int LANES = 8, OUTPUTS = 1, VECTORS = 1;
+constexpr int64_t LEAST_RUN = 0;
 
-void multiply(const ConvBlock& b, int) {
-    for (int o = 0; o < b.outputs; ++o) {
-        int32_t sums[PLACES] = {};
-        for (int64_t k = 0; k < b.words; ++k) {
-            const uint32_t* x = b.x + b.offsets[k];
-            int8_t w[4];
-            std::memcpy(w, b.weight + o * b.words + k, 4);
-            for (int lane = 0; lane < PLACES; ++lane) {
-                for (int j = 0; j < 4; ++j) sums[lane] += int32_t(x[lane] >> (8 * j) & 0xFFu) * w[j];
-            }
+template <int O, int V>
+void block(const ConvStrip& s, int64_t row, int64_t first) {
+    uint32_t sums[LANES] = {};
+    const int8_t* weight = reinterpret_cast<const int8_t*>(s.weight + row * s.words);
+    for (int64_t k = 0; k < s.words; ++k, weight += 4) {
+        const uint32_t* x = s.x + s.places[first] + s.offsets[k];
+        for (int lane = 0; lane < LANES; ++lane) {
+            for (int j = 0; j < 4; ++j) sums[lane] += uint32_t(int32_t(x[lane] >> (8 * j) & 0xFFu) * weight[j]);
         }
-        store(sums, b, o, 0);
+    }
+    float* to = s.out + row * s.out_stride + s.targets[first];
+    for (int lane = 0; lane < LANES; ++lane) {
+        if (!(s.stored[first] >> lane & 1)) continue;
+        const float result = float(int32_t(sums[lane] - uint32_t(s.shift[row]))) * s.factor[row];
+        *to++ = s.bias ? result + s.bias[row] : result;
     }
 }
 
 #endif
 
-constexpr ConvKernels KERNELS{OUTPUTS, VECTORS * PLACES, multiply, interleave};
+constexpr int64_t PANEL = 16384;  // bytes of weights that stay in the first-level cache, beside the words of a block
+
+// Up to O rows of [row, end), V vectors.
+template <int O, int V>
+void some_rows(const ConvStrip& s, int64_t row, int64_t end, int64_t first) {
+    if constexpr (O > 1) {
+        if (end - row < O) return some_rows<O - 1, V>(s, row, end, first);
+    }
+    block<O, V>(s, row, first);
+}
+
+// Rows [row, end), up to V vectors from `first` on.
+template <int V>
+void some_vectors(const ConvStrip& s, int64_t row, int64_t end, int64_t first) {
+    if constexpr (V > 1) {
+        if (s.vectors - first < V) return some_vectors<V - 1>(s, row, end, first);
+    }
+    for (; row < end; row += OUTPUTS) some_rows<OUTPUTS, V>(s, row, end, first);
+}
+
+void multiply(const ConvStrip& s) {
+    const int64_t bytes = s.words * (LEAST_RUN && !s.run ? 8 : 4), rows = PANEL / bytes / OUTPUTS * OUTPUTS;
+    const int64_t panel = rows > OUTPUTS ? rows : OUTPUTS;
+    for (int64_t row = 0; row < s.outputs; row += panel) {
+        const int64_t end = row + panel < s.outputs ? row + panel : s.outputs;
+        for (int64_t first = 0; first < s.vectors; first += VECTORS) some_vectors<VECTORS>(s, row, end, first);
+    }
+}
+
+constexpr ConvKernels KERNELS{LANES, LEAST_RUN, quantize, measure, widen, multiply};
 
 }  // namespace
 

@@ -1,20 +1,17 @@
-// The C ABI of exact convolutions: lays the input out as levels, then gives blocks of outputs to threads.
+// The C ABI of exact convolutions: threads take bands of output rows, lay out their input as levels, and multiply.
 
-#include <algorithm>
-#include <cstdlib>
+#include <cmath>
+#include <cstring>
 #include <memory>
-#include <vector>
 
-#include "conv.h"
-#include "fake_grid.h"
-#include "threads.h"
+#include "conv_layout.h"
 
 namespace {
 using namespace nc;
 
-constexpr int64_t STRIP = 1024;  // floats of a channel that are quantized at a time: four channels stay in the first cache
-constexpr int64_t BLOCKS = 8;    // of places that a task takes
-constexpr int32_t UNKNOWN = 2;   // the input holds a NaN
+constexpr int64_t STRIP = 1024;  // pixels of four channels that are quantized at a time: they stay in the first cache
+constexpr int64_t BEYOND = 64;   // words behind the last one that vectors may read
+constexpr int32_t UNKNOWN = 2;   // the input holds a NaN, or the grid is none of integers
 
 const ConvKernels& kernels([[maybe_unused]] int32_t isa) {
 #if defined(__x86_64__)
@@ -24,187 +21,175 @@ const ConvKernels& kernels([[maybe_unused]] int32_t isa) {
     return conv_plain;
 }
 
-// Sizes of a convolution; mirrored by `_integer_conv` in binding.py. Places and rows are those of the output.
-struct Shape {
-    int64_t images, channels, height, width;
-    int64_t outputs, kernel_y, kernel_x, stride_y, stride_x, dilation_y, dilation_x;
-    int64_t left, top, out_height, out_width, groups;
+// Levels [count] ascend, thresholds are one less. Whether bytes can stand for these levels.
+bool make_grid(const float* levels, const float* thresholds, int32_t count, bool uniform, float scale, int32_t shift,
+               ConvGrid& grid) {
+    grid.uniform = uniform, grid.inverse = 1.0f / scale, grid.places = 0;
+    grid.low = levels[0], grid.high = levels[count - 1], grid.origin = -shift;
+    bool fits = grid.low >= -128.0f && grid.high + float(shift) <= 255.0f;
+    if (uniform || !fits) return fits;
+    for (int32_t i = 0; i + 1 < count; ++i) fits = fits && std::floor(2.0f * thresholds[i]) == 2.0f * thresholds[i];
+    for (int32_t i = 0; i < count; ++i) fits = fits && std::floor(levels[i]) == levels[i];
+    grid.low = count > 1 ? 2.0f * thresholds[0] : 0.0f, grid.high = count > 1 ? 2.0f * thresholds[count - 2] + 1.0f : 0.0f;
+    fits = fits && grid.high - grid.low < float(sizeof grid.lookup);
+    grid.origin = fits ? int32_t(grid.low) : 0, grid.places = fits ? int32_t(grid.high - grid.low) + 1 : 0;
+    for (int32_t place = 0, code = 0; place < grid.places; ++place) {
+        while (code + 1 < count && 2.0f * thresholds[code] < float(grid.origin + place)) ++code;
+        grid.lookup[place] = uint8_t(int32_t(levels[code]) + shift);
+    }
+    return fits;
+}
 
-    int64_t each() const { return channels / groups; }
-    int64_t words() const { return ceil_div(each(), 4); }  // of a pixel
-    int64_t rows() const { return out_height + (kernel_y - 1) * dilation_y / stride_y; }  // of a phase
-    int64_t columns() const { return out_width + (kernel_x - 1) * dilation_x / stride_x; }
-    int64_t phase() const { return rows() * columns(); }
-    int64_t plane() const { return phase() * stride_y * stride_x; }  // of one word of every pixel
-    int64_t window() const { return words() * kernel_y * kernel_x; }
-    int64_t places() const { return (out_height - 1) * columns() + out_width; }
-    bool reads_row(int64_t phase) const { return reads(kernel_y, dilation_y, stride_y, phase); }
-    bool reads_column(int64_t phase) const { return reads(kernel_x, dilation_x, stride_x, phase); }
+// Groups of one or two channels share words of the input: their weights move to their bytes, and zeros are left elsewhere.
+std::vector<uint32_t> share_words(ConvSizes& s, const int8_t* weight) {
+    const int64_t count = s.sharing(), each = s.channels / s.groups, window = s.kernel_y * s.kernel_x;
+    std::vector<uint32_t> shared(count > 1 ? size_t(s.outputs * window) : 0);
+    if (count > 1) std::memcpy(shared.data(), weight, shared.size() * 4);
+    for (size_t i = 0; i < shared.size(); ++i) {
+        const int64_t group = int64_t(i) / (s.outputs / s.groups * window);
+        shared[i] <<= 8 * each * (group % count);
+    }
+    s.groups /= count;
+    return shared;
+}
 
-    // Whether windows reach into a phase: with a kernel of 1 and a stride of 2, into one of two.
-    static bool reads(int64_t kernel, int64_t dilation, int64_t stride, int64_t phase) {
-        for (int64_t i = 0; i < std::min(kernel, stride); ++i) {
-            if (i * dilation % stride == phase) return true;
+// The weights of all outputs, and what follows from them.
+struct Weights {
+    std::unique_ptr<int32_t[]> widened;
+    const int32_t* rows;
+    int64_t row;  // words from one to the next
+    std::vector<int32_t> shift;
+    int64_t run = 0;
+
+    // `highest` is the largest byte of x, and `by` what was added to its levels.
+    Weights(const ConvKernels& known, const int8_t* weight, int64_t outputs, int64_t window, int32_t by, int32_t highest)
+        : rows(reinterpret_cast<const int32_t*>(weight)), row(window), shift(size_t(outputs), 0) {
+        int32_t largest = 1;
+        for (int64_t i = 0; i < outputs; ++i) {
+            int32_t sum, of_row;
+            known.measure(weight + i * window * 4, window * 4, sum, of_row);
+            largest = std::max(largest, of_row);
+            shift[size_t(i)] = int32_t(uint32_t(sum) * uint32_t(by));
         }
-        return false;
+        if (!known.least_run) return;
+        run = std::min<int64_t>(window, 32767 / std::max(1, 2 * highest * largest));
+        if (run >= std::min(window, known.least_run)) return;
+        run = 0, row = 2 * window;
+        widened.reset(new int32_t[size_t(outputs * row)]);
+        known.widen(weight, outputs * window, widened.get());
+        rows = widened.get();
     }
 };
 
-struct Layout {
-    const Shape& s;
-    const ConvKernels& kernels;
-    const FakeKernels& fake;
-    const FakeGrid& grid;
-    const float* x;
-    const float *scale, *inverse;
-    int shift;
-    uint32_t* to;
+// Of a phase of columns: its slot, and which of its words come from pixels of a row: word j from pixel j * stride + start.
+struct Columns {
+    int64_t slot, start, from, until;
 
-    // The words of four channels: number `task` over all images. Whether there is a NaN in what windows read.
-    bool plane(int64_t task) const {
-        const int64_t word = task % s.words(), group = task / s.words() % s.groups, image = task / s.words() / s.groups;
-        const int64_t first = group * s.each() + word * 4, count = std::min<int64_t>(4, (group + 1) * s.each() - first);
-        const float* from = x + (image * s.channels + first) * s.height * s.width;
-        uint32_t* target = to + task * s.plane();
-        surround(target);
-        std::vector<int64_t> rows;  // of the input, that windows read
-        for (int64_t y = 0; y < s.height; ++y) {
-            if (s.reads_row((y + s.top) % s.stride_y) && (y + s.top) / s.stride_y < s.rows()) rows.push_back(y);
+    static std::vector<Columns> of(const ConvAxis& x, int64_t columns) {
+        std::vector<Columns> found;
+        for (int64_t slot = 0; slot < x.phases(); ++slot) {
+            const int64_t start = x.phase(slot) - x.before, from = start < 0 ? ceil_div(-start, x.stride) : 0;
+            const int64_t until = std::min(columns, start < x.size ? ceil_div(x.size - start, x.stride) : 0);
+            if (x.slot(x.phase(slot)) == slot && from < until) found.push_back({slot, start, from, until});
         }
-        return strips(from, count, rows, target);
-    }
-
-    // These rows of `count` channels, several at a time: quantized, and their words brought to their places.
-    bool strips(const float* from, int64_t count, const std::vector<int64_t>& rows, uint32_t* target) const {
-        std::vector<int64_t> phases;  // of columns, that windows read
-        for (int64_t phase = 0; phase < s.stride_x; ++phase) {
-            if (s.reads_column(phase)) phases.push_back(phase);
-        }
-        // Of a single phase only its own columns are quantized, of several all columns.
-        const int64_t step = phases.size() == 1 ? s.stride_x : 1, first = step > 1 ? first_of(phases[0]) : 0;
-        const int64_t width = ceil_div(s.width - first, step);
-        if (width <= 0 || rows.empty()) return false;
-        const int64_t strip = std::min(std::max<int64_t>(1, STRIP / width), int64_t(rows.size())), size = strip * width;
-        // Not vectors, which would be filled with zeros first.
-        const std::unique_ptr<float[]> levels(new float[size_t(5 * size)]);
-        const std::unique_ptr<uint32_t[]> words(new uint32_t[size_t(size)]);
-        float* gathered = levels.get() + 4 * size;
-        bool unknown = false;
-        for (int64_t i = 0; i < int64_t(rows.size()); i += strip) {
-            const int64_t high = std::min(strip, int64_t(rows.size()) - i);
-            const bool whole = step == 1 && rows[size_t(i + high - 1)] - rows[size_t(i)] == high - 1;
-            const float* channels[4] = {};
-            for (int64_t c = 0; c < count; ++c) {
-                const float* channel = from + c * s.height * s.width;
-                float* to = levels.get() + c * size;
-                channels[c] = to;
-                if (whole) quantize(channel + rows[size_t(i)] * s.width, high * width, to);
-                for (int64_t r = 0; r < high && !whole; ++r) {
-                    const float* row = channel + rows[size_t(i + r)] * s.width + first;
-                    if (step == 1) quantize(row, width, to + r * width);
-                    for (int64_t j = 0; j < width && step > 1; ++j) gathered[r * width + j] = row[j * step];
-                }
-                if (step > 1) quantize(gathered, high * width, to);
-            }
-            unknown |= kernels.interleave(channels, high * width, *inverse, shift, words.get());
-            for (int64_t r = 0; r < high; ++r) {
-                const int64_t y = rows[size_t(i + r)] + s.top;
-                for (const int64_t phase : phases) place(words.get() + r * width, first, step, y, phase, target);
-            }
-        }
-        return unknown;
-    }
-
-    void quantize(const float* from, int64_t count, float* to) const {
-        fake.run(grid, {from, nullptr, to, F32, 0, count, scale, inverse, false, 1, 0, false, false, nullptr});
-    }
-
-    // The first column of a phase that is not padding: (column + left) % stride is the phase.
-    int64_t first_of(int64_t phase) const { return (phase - s.left % s.stride_x + s.stride_x) % s.stride_x; }
-
-    // The words of a phase of a row, `y` below the top of the padding, out of columns first, first + step, ...
-    void place(const uint32_t* words, int64_t first, int64_t step, int64_t y, int64_t phase, uint32_t* target) const {
-        const int64_t column = first_of(phase), across = (column + s.left) / s.stride_x, apart = s.stride_x / step;
-        const int64_t count = std::min(ceil_div(s.width - column, s.stride_x), s.columns() - across);
-        target += (y % s.stride_y * s.stride_x + phase) * s.phase() + y / s.stride_y * s.columns() + across;
-        words += (column - first) / step;
-        if (apart == 1) std::copy_n(words, std::max<int64_t>(0, count), target);
-        else for (int64_t i = 0; i < count; ++i) target[i] = words[i * apart];
-    }
-
-    // Zeros everywhere, of which the rows of the input leave the padding.
-    void surround(uint32_t* target) const {
-        for (int64_t phase = 0; phase < s.stride_y * s.stride_x; ++phase, target += s.phase()) {
-            if (!s.reads_row(phase / s.stride_x) || !s.reads_column(phase % s.stride_x)) continue;
-            std::fill_n(target, s.phase(), 0x01010101u * uint32_t(shift));
-        }
+        return found;
     }
 };
 
 struct Job {
-    const Shape& s;
-    const ConvKernels& kernels;
-    const uint32_t* x;
-    const int32_t* weight;
-    std::vector<int64_t> offsets;
-    std::vector<int32_t> shift;
-    const float *factor, *bias;
+    const ConvLayout& l;
+    const ConvKernels& known;
+    const ConvGrid& grid;
+    const Weights& weights;
+    std::vector<int64_t> offsets, slots;  // slots of phases of rows
+    std::vector<Columns> columns;
+    int32_t shift;
+    const float *x, *factor, *bias;
     float* out;
-    int64_t run = 0;
 
-    // `highest` is the largest byte of x.
-    void set_run(int32_t highest) {
-        const int8_t* bytes = reinterpret_cast<const int8_t*>(weight);
-        int32_t largest = 0;
-        for (int64_t i = 0; i < s.outputs * s.window() * 4; ++i) largest = std::max<int32_t>(largest, std::abs(int32_t(bytes[i])));
-        run = std::min<int64_t>(s.window(), 32767 / std::max(1, 2 * highest * largest));
+    // Number `task` of all bands of all images. Whether there is a NaN in what it reads.
+    bool band(int64_t task) const {
+        const int64_t image = task / l.bands(), first = task % l.bands() * l.rows;
+        const int64_t count = std::min(l.rows, l.y.outputs - first), size = l.groups * l.per_group() + BEYOND;
+        // Not vectors, which would be filled with zeros first.
+        const std::unique_ptr<uint32_t[]> levels(new uint32_t[size_t(size)]);
+        const std::unique_ptr<uint32_t[]> strip(new uint32_t[size_t(std::max(STRIP, l.x.size))]);
+        if (l.padded()) std::memset(levels.get(), shift, size_t(size) * 4);
+        for (int64_t group = 0; group < l.groups; ++group) {
+            for (int64_t word = 0; word < l.words(); ++word) {
+                const int64_t channel = group * l.each() + word * 4, end = std::min(channel + 4, (group + 1) * l.each());
+                uint32_t* to = levels.get() + group * l.per_group() + word * l.word;
+                if (lay_out(image * l.channels + channel, end - channel, first, count, strip.get(), to)) return true;
+            }
+        }
+        multiply(image, first, count, levels.get());
+        return false;
     }
 
-    void set_offsets() {
-        for (int64_t word = 0; word < s.words(); ++word) {
-            for (int64_t y = 0; y < s.kernel_y * s.dilation_y; y += s.dilation_y) {
-                for (int64_t x = 0; x < s.kernel_x * s.dilation_x; x += s.dilation_x) {
-                    const int64_t phase = y % s.stride_y * s.stride_x + x % s.stride_x;
-                    const int64_t within = y / s.stride_y * s.columns() + x / s.stride_x;
-                    offsets.push_back(word * s.plane() + phase * s.phase() + within);
-                }
-            }
+    // The rows that windows of output rows [first, first + count) read, of `channels` channels.
+    bool lay_out(int64_t channel, int64_t channels, int64_t first, int64_t count, uint32_t* strip, uint32_t* to) const {
+        const int64_t above = first * l.y.stride - l.y.before, size = l.y.size * l.x.size;
+        const int64_t end = std::min(l.y.size, above + l.y.last(count - 1) + 1);
+        const int64_t most = thin() ? 1 : std::max<int64_t>(1, STRIP / l.x.size);
+        bool unknown = false;
+        for (int64_t y = std::max<int64_t>(0, above); y < end;) {
+            int64_t next = y;  // rows [y, next) are read
+            while (next < end && next - y < most && slots[size_t((next - above) % l.y.stride)] >= 0) ++next;
+            const float* rows[4] = {};
+            for (int64_t c = 0; c < channels; ++c) rows[c] = x + (channel + c) * size + y * l.x.size;
+            if (next > y && thin()) unknown |= place_thin(rows, y - above, to);
+            else if (next > y) unknown |= known.quantize(grid, rows, (next - y) * l.x.size, strip);
+            for (int64_t r = y; r < next && !thin(); ++r) place(strip + (r - y) * l.x.size, r - above, to);
+            y = std::max(next, y + 1);
+        }
+        return unknown;
+    }
+
+    // Whether windows read few pixels of a row: one phase of several.
+    bool thin() const { return columns.size() == 1 && l.x.stride > 1; }
+
+    int64_t place_of_row(int64_t down) const {
+        return down / l.y.stride * l.row + slots[size_t(down % l.y.stride)] * l.phase_y;
+    }
+
+    // A row, `down` below the band's first one, of which only the pixels that are read are quantized.
+    bool place_thin(const float* const rows[4], int64_t down, uint32_t* to) const {
+        const Columns& c = columns[0];
+        const int64_t count = c.until - c.from, stride = l.x.stride;
+        const std::unique_ptr<float[]> pixels(new float[size_t(4 * count)]);
+        const float* gathered[4] = {};
+        for (int i = 0; i < 4 && rows[i]; ++i) {
+            const float* from = rows[i] + c.from * stride + c.start;
+            float* channel = pixels.get() + i * count;
+            if (stride == 2) for (int64_t j = 0; j < count; ++j) channel[j] = from[2 * j];
+            else for (int64_t j = 0; j < count; ++j) channel[j] = from[stride * j];
+            gathered[i] = channel;
+        }
+        return known.quantize(grid, gathered, count, to + place_of_row(down) + c.slot * l.phase_x + c.from);
+    }
+
+    // The words of a row, `down` below the band's first one, phase by phase.
+    void place(const uint32_t* words, int64_t down, uint32_t* to) const {
+        const int64_t stride = l.x.stride;
+        to += place_of_row(down);
+        for (const Columns& c : columns) {
+            uint32_t* target = to + c.slot * l.phase_x;
+            if (stride == 1) std::memcpy(target + c.from, words + c.from + c.start, size_t(c.until - c.from) * 4);
+            else if (stride == 2) for (int64_t j = c.from; j < c.until; ++j) target[j] = words[2 * j + c.start];
+            else for (int64_t j = c.from; j < c.until; ++j) target[j] = words[stride * j + c.start];
         }
     }
 
-    // What the shift of every level adds to the sums of a row.
-    void set_shift(int by) {
-        const int8_t* bytes = reinterpret_cast<const int8_t*>(weight);
-        shift.assign(size_t(s.outputs), 0);
-        for (int64_t row = 0; by && row < s.outputs; ++row) {
-            int32_t sum = 0;
-            for (int64_t i = 0; i < s.window() * 4; ++i) sum += bytes[row * s.window() * 4 + i];
-            shift[size_t(row)] = int32_t(uint32_t(sum) * uint32_t(by));
-        }
-    }
-
-    // Places [from, to) of a group of an image, number `part` of all of them.
-    void strip(int64_t part, int64_t from, int64_t to) const {
-        const int64_t each = s.outputs / s.groups, first = part % s.groups * each, size = s.out_height * s.out_width;
-        const uint32_t* image = x + part * s.words() * s.plane();
-        for (int64_t place = from; place < to; place += kernels.lanes) {
-            uint64_t stored[4];
-            int64_t targets[4];
-            int vectors = 0;
-            for (int64_t p = place; p < std::min(to, place + kernels.lanes); p += 16, ++vectors) {
-                targets[vectors] = p / s.columns() * s.out_width + std::min(p % s.columns(), s.out_width);
-                stored[vectors] = 0;
-                for (int64_t lane = 0; lane < std::min<int64_t>(16, to - p); ++lane) {
-                    stored[vectors] |= uint64_t((p + lane) % s.columns() < s.out_width) << lane;
-                }
-            }
-            for (int64_t row = first; row < first + each; row += kernels.outputs) {
-                const int rows = int(std::min<int64_t>(kernels.outputs, first + each - row));
-                float* to_rows = out + (part / s.groups * s.outputs + row) * size;
-                kernels.multiply({image + place, offsets.data(), s.window(), weight + row * s.window(), rows, &shift[size_t(row)],
-                                  factor + row, bias ? bias + row : nullptr, stored, targets, to_rows, size, run},
-                                 vectors);
-            }
+    void multiply(int64_t image, int64_t first, int64_t count, const uint32_t* levels) const {
+        const ConvPlaces places(l, count, known.lanes);
+        const int64_t each = l.outputs / l.groups, size = l.y.outputs * l.x.outputs;
+        for (int64_t group = 0; group < l.groups; ++group) {
+            const int64_t row = group * each;
+            known.multiply({levels + group * l.per_group(), int64_t(places.places.size()), places.places.data(),
+                            places.stored.data(), places.targets.data(), offsets.data(), l.window(),
+                            weights.rows + row * weights.row, each, &weights.shift[size_t(row)], factor + row,
+                            bias ? bias + row : nullptr, out + (image * l.outputs + row) * size + first * l.x.outputs, size,
+                            weights.run});
         }
     }
 };
@@ -212,36 +197,30 @@ struct Job {
 }  // namespace
 
 // x is fp32 [images, channels, height, width]; weight int8 [outputs, words, kernel_y, kernel_x, 4]; factor and bias [outputs];
-// out fp32 [images, outputs, out_height, out_width]. 2 where x holds a NaN: what is in `out` is then of no use.
+// out fp32 [images, outputs, out_height, out_width]. 2 where x holds a NaN, or the grid is none of integers with thresholds
+// half way between them: what is in `out` is then of no use.
 extern "C" __attribute__((visibility("default"))) int32_t nc_integer_conv(
     const float* x, const int64_t* sizes, const float* scale, const float* levels, const float* thresholds, int32_t count,
     int32_t uniform, const int8_t* weight, const float* factor, const float* bias, float* out, int32_t threads, int32_t isa) {
     try {
         KeepDenormals keep;
-        const Shape& s = *reinterpret_cast<const Shape*>(sizes);
         const ConvKernels& known = kernels(isa);
-        const FakeKernels& fake = fake_kernels(isa);
-        const PreparedGrid prepared(fake, levels, thresholds, count, uniform != 0);
-        const float inverse = 1.0f / *scale;
-        const int shift = levels[0] < 0 ? 128 : 0;
-        const int64_t parts = s.images * s.groups, planes = parts * s.words();
-        // Blocks read beyond the last place: up to a block, and a window's reach.
-        const std::unique_ptr<uint32_t[]> words(new uint32_t[size_t(planes * s.plane() + 64)]);
-        const Layout layout{s, known, fake, prepared.grid, x, scale, &inverse, shift, words.get()};
+        const int32_t shift = levels[0] < 0 ? -int32_t(levels[0]) : 0;
+        ConvGrid grid;
+        if (!make_grid(levels, thresholds, count, uniform != 0, *scale, shift, grid)) return UNKNOWN;
+        ConvSizes s = *reinterpret_cast<const ConvSizes*>(sizes);
+        const std::vector<uint32_t> shared = share_words(s, weight);
+        if (!shared.empty()) weight = reinterpret_cast<const int8_t*>(shared.data());
+        const ConvLayout layout(s, known.lanes, threads);
+        const int32_t highest = int32_t(levels[count - 1]) + shift;
+        const Weights weights(known, weight, layout.outputs, layout.window(), shift, highest);
+        const Job job{layout, known, grid, weights, layout.offsets(), layout.y.slots(),
+                      Columns::of(layout.x, layout.columns), shift, x, factor, bias, out};
         std::atomic<bool> unknown{false};
-        int32_t failed = parallel_in_team(planes, threads, [&](int64_t task) {
-            if (layout.plane(task)) unknown = true;
+        const int32_t failed = parallel_in_team(layout.images * layout.bands(), threads, [&](int64_t task) {
+            if (!unknown && job.band(task)) unknown = true;
         });
-        if (failed || unknown) return failed ? failed : UNKNOWN;
-        Job job{s, known, words.get(), reinterpret_cast<const int32_t*>(weight), {}, {}, factor, bias, out};
-        job.set_offsets();
-        job.set_shift(shift);
-        job.set_run(std::max(int32_t(levels[count - 1]), 0) + shift);
-        const int64_t each = BLOCKS * known.lanes, strips = ceil_div(s.places(), each);
-        return parallel_in_team(parts * strips, threads, [&](int64_t task) {
-            const int64_t from = task % strips * each;
-            job.strip(task / strips, from, std::min(s.places(), from + each));
-        });
+        return failed ? failed : unknown ? UNKNOWN : 0;
     } catch (...) {
         return 1;
     }
