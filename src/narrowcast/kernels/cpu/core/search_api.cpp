@@ -31,7 +31,7 @@ extern "C" __attribute__((visibility("default"))) int32_t nc_encode_searched(
     const Machine m = machine(isa);
     const Search how{importance, factors, std::min(factor_count, Search::MOST), refinements};
     const Spec& spec = *of_rows;
-    const int64_t size = spec.group_size, padded = ceil_div(size, 64) * 64;
+    const int64_t size = spec.group_size;
     const int64_t groups = std::max<int64_t>(1, CHUNK / size), parts = ceil_div(spec.groups, groups);
     return parallel(rows * parts, threads, [&](int64_t task) {
         const int64_t row = task / parts, first = task % parts * groups, end = std::min(spec.groups, first + groups);
@@ -41,7 +41,7 @@ extern "C" __attribute__((visibility("default"))) int32_t nc_encode_searched(
             std::fill(to + spec.codes_bytes, to + spec.scales_offset, uint8_t(0));
             std::fill(to + spec.zeros_offset + (spec.element == AFFINE ? spec.groups : 0), to + spec.row_bytes, uint8_t(0));
         }
-        std::vector<float> scratch(static_cast<size_t>(padded));
+        std::vector<float> scratch(static_cast<size_t>(scratch_floats(size)));
         m.searching.encode(spec, m.encoding, from, first, end, how, scratch.data(), to);
     });
 }
