@@ -76,6 +76,21 @@ def bert(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "search"])
+@pytest.mark.parametrize("codec", ["int4:block=16", "nf4", "int3", "int4:zero_point=true", "int8:block=row"])
+def test_a_model_has_the_same_bytes_either_way(bert: Path, tmp_path: Path, codec: str, rounding: str) -> None:
+    """What norms, neighbours or names of a model may tell counts in both or in neither."""
+    transformers = pytest.importorskip("transformers")
+    assert run("quantize", bert, tmp_path / "out", "--codec", codec, "--rounding", rounding).exit_code == 0
+    model = transformers.BertModel.from_pretrained(bert)
+    nc.quantize_(model, codec, rounding=rounding)
+    written, state = read(tmp_path / "out"), model.state_dict()
+    assert written.encodings.keys() == nc.nn.encodings(model).keys()
+    for name in written.encodings:
+        rows = written.read(name, 0, written.stored[name].nbytes)
+        assert torch.equal(rows.view_as(state[name]), state[name]), name
+
+
 def test_gptq_rounds_on_the_text_of_a_file(bert: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n".join(" ".join(WORDS[i : i + 9]) for i in range(30)))
     options = ["--codec", "int4:block=16", "--rounding", "gptq", "--data", tmp_path / "text.txt"]

@@ -15,21 +15,10 @@ from narrowcast.nn.noise import sqnr_of_rows
 from narrowcast.nn.rounding.moments import InputMoments
 
 
-def relative_error(
-    weight: Tensor, rows: EncodedRows, moments: InputMoments | None, importance: Tensor | None = None
-) -> float | None:
-    """The relative squared output error of encoded rows of `weight`; None on the meta device.
-
-    `importance` are the mean squares of inputs, where these are known without data.
-    """
+def relative_error(weight: Tensor, rows: EncodedRows, moments: InputMoments | None) -> float | None:
+    """The relative squared output error of encoded rows of `weight`; None on the meta device."""
     if weight.device.type == "meta":
         return None
-    if importance is not None and (moments is None or moments.total is None):
-        exact, columns = weight.detach().float(), importance.double()
-        noise, signal = (
-            float(values.square().sum(0).double() @ columns) for values in (exact - rows.decode(torch.float32), exact)
-        )
-        return noise / signal if signal else float(noise > 0)
     if moments is None or moments.total is None:
         sqnr = sqnr_of_rows(weight, rows)
         return None if sqnr is None else float(10 ** (-sqnr / 10))
@@ -43,10 +32,8 @@ def relative_error(
     return noise / signal if signal else float(noise > 0)
 
 
-def nearest_error(
-    weight: Tensor, rows: EncodedRows, moments: InputMoments | None, wanted: Tensor, importance: Tensor | None = None
-) -> float | None:
+def nearest_error(weight: Tensor, rows: EncodedRows, moments: InputMoments | None, wanted: Tensor) -> float | None:
     """The same for nearest rounding of `weight` in the codec of `rows`, against what was wanted of it."""
     if weight.device.type == "meta":
         return None
-    return relative_error(wanted, encode_rows(weight, rows.codec, lead=rows.data.dim() - 1), moments, importance)
+    return relative_error(wanted, encode_rows(weight, rows.codec, lead=rows.data.dim() - 1), moments)

@@ -15,14 +15,7 @@ from narrowcast.codecs.payload import EncodedRows
 from narrowcast.nn.rounding.moments import InputMoments
 
 
-def round_by_search(
-    weight: Tensor,
-    codec: Codec,
-    lead: int,
-    moments: InputMoments | None = None,
-    *,
-    importance: Tensor | None = None,
-) -> EncodedRows:
-    """Rows whose scales were searched; `importance` weighs the errors of a row's columns, `moments` do not count."""
+def round_by_search(weight: Tensor, codec: Codec, lead: int, moments: InputMoments | None = None) -> EncodedRows:
+    """Rows whose scales were searched; `moments` do not count."""
     rows = weight.detach().reshape(*weight.shape[:lead], math.prod(weight.shape[lead:]))
-    return EncodedRows(codec.encode_searched(rows, importance), codec, weight.shape, weight.dtype)
+    return EncodedRows(codec.encode_searched(rows), codec, weight.shape, weight.dtype)
