@@ -37,7 +37,7 @@ from narrowcast.kernels.reference.rows import as_blocks, encode, write_blocks
 from narrowcast.kernels.reference.scales import choose_scale, group_sizes, zero_points
 
 FACTORS = tuple(to_float32(factor) for factor in (0.95, 0.88, 1.07))
-"""Candidates, in units of the scale that `encode` takes. On blocks of 64 of MiniLM's matrices, squared errors are within
+"""Candidates, in units of the scale that `encode` takes. On blocks of 64 of MiniLM's matrices squared errors are within
 0.7 to 1.1% (nf4, int4, apot4), 1.9% (int5) and 2.8% (int3) of a search over 61 scales, of both signs where they have
 one, each fitted three times. Scales of the other sign were tried and are not worth their time."""
 POWERS = (0.5, 0.25)
