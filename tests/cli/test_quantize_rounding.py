@@ -63,10 +63,13 @@ def test_options_that_do_not_go_together(source: Path, tmp_path: Path, options: 
 
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
+    return save_bert(tmp_path / "bert", 32)
+
+
+def save_bert(folder: Path, width: int) -> Path:
     transformers = pytest.importorskip("transformers")
-    folder = tmp_path / "bert"
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 2 * width}
     config = transformers.BertConfig(vocab_size=50, max_position_embeddings=32, architectures=["BertModel"], **sizes)
     transformers.BertModel(config).save_pretrained(folder)
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]

@@ -70,8 +70,8 @@ def quantize_(
     (scales that lose least, no data) or "gptq" (needs `data`, an iterable of the model's inputs), or a `Rounding`; the
     rows have the same bytes whichever it is. With data, `checkpoint` names a folder that keeps rounded rows: the same
     call after an interruption goes on from there, to the same bytes. A weight that holds an infinity or a NaN is
-    refused unless `allow_nonfinite`: its block, or its element with a plain cast, decodes to NaN. A progress bar is drawn on a
-    terminal, unless `progress=False`.
+    refused unless `allow_nonfinite`: its block, or its element with a plain cast, decodes to NaN. A progress bar is
+    drawn on a terminal, unless `progress=False`.
     """
     as_module(model)
     chosen_rounding = as_rounding(rounding)

@@ -63,8 +63,8 @@ class Finished:
     def _name(path: Path) -> str:
         return path.name.removesuffix(ENDING)
 
-    def __contains__(self, key: str) -> bool:
-        return _file_name(key) in self._files
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and _file_name(key) in self._files
 
     def read(self, key: str) -> tuple[Tensor, dict[str, Any]]:
         """The rows of a weight, and its line of the report."""
@@ -145,5 +145,5 @@ def _digest(parts: Iterable[Any]) -> str:
         found.update(f"{part.dtype} {tuple(part.shape)}\n".encode())
         if part.device.type != "meta" and part.numel():
             plain = part.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            found.update(memoryview(plain.numpy()))
+            found.update(plain.numpy().data)
     return found.hexdigest()

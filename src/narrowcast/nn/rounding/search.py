@@ -27,4 +27,5 @@ def round_by_search(weight: Tensor, codec: Codec, lead: int, moments: InputMomen
 def weights_of_columns(rows: Tensor) -> Tensor | None:
     """How much errors count in each column of rows [..., numel], told by the rows alone."""
     matrix = rows.reshape(-1, rows.shape[-1]) if rows.numel() else rows.reshape(0, rows.shape[-1])
-    return column_weights(*matrix.shape, lambda start, stop: matrix[start:stop])
+    count, columns = matrix.shape
+    return column_weights(count, columns, lambda start, stop: matrix[start:stop])
