@@ -37,9 +37,9 @@ def test_the_cost_of_an_error_is_what_the_output_loses() -> None:
     error = torch.randn(32, 32) * 1e-3
     model.loud.weight.data += error
     lost = float((torch.cat([model(x) for x in data]).detach() - exact).square().sum() / exact.square().sum())
-    # The gradient of a layer is a sum over 64 inputs of signs times inputs; its squared length has 32 x 32 terms in each
-    # of 32 probes, and deviates by sqrt(2 / 1024 / 32), 0.8%. The error's own 1024 terms deviate by sqrt(2 / 1024), 4.4%,
-    # from one without direction.
+    # The gradient of a layer is a sum over 64 inputs of signs times inputs; its squared length has 32 x 32 terms in
+    # each of 32 probes, and deviates by sqrt(2 / 1024 / 32), 0.8%. The error's own 1024 terms deviate by
+    # sqrt(2 / 1024), 4.4%, from one without direction.
     assert costs["loud.weight"] * float(error.square().sum()) == pytest.approx(lost, rel=0.2)
     assert [parameter.requires_grad for parameter in model.parameters()] == grad
 
