@@ -63,10 +63,13 @@ def test_options_that_do_not_go_together(source: Path, tmp_path: Path, options: 
 
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
+    return save_bert(tmp_path / "bert", 32)
+
+
+def save_bert(folder: Path, width: int) -> Path:
     transformers = pytest.importorskip("transformers")
-    folder = tmp_path / "bert"
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 2 * width}
     config = transformers.BertConfig(vocab_size=50, max_position_embeddings=32, architectures=["BertModel"], **sizes)
     transformers.BertModel(config).save_pretrained(folder)
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
@@ -74,6 +77,21 @@ def bert(tmp_path: Path) -> Path:
     tokens = {"tokenizer_class": "BertTokenizer", "model_max_length": 32, "pad_token": "[PAD]"}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
     return folder
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "search"])
+@pytest.mark.parametrize("codec", ["int4:block=16", "nf4", "int3", "int4:zero_point=true", "int8:block=row"])
+def test_a_model_has_the_same_bytes_either_way(bert: Path, tmp_path: Path, codec: str, rounding: str) -> None:
+    """What norms, neighbours or names of a model may tell counts in both or in neither."""
+    transformers = pytest.importorskip("transformers")
+    assert run("quantize", bert, tmp_path / "out", "--codec", codec, "--rounding", rounding).exit_code == 0
+    model = transformers.BertModel.from_pretrained(bert)
+    nc.quantize_(model, codec, rounding=rounding)
+    written, state = read(tmp_path / "out"), model.state_dict()
+    assert written.encodings.keys() == nc.nn.encodings(model).keys()
+    for name in written.encodings:
+        rows = written.read(name, 0, written.stored[name].nbytes)
+        assert torch.equal(rows.view_as(state[name]), state[name]), name
 
 
 def test_gptq_rounds_on_the_text_of_a_file(bert: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import narrowcast as nc
 from narrowcast.codecs import sensitivity
+from narrowcast.codecs import tiles as tiling
 from narrowcast.codecs.payload import encode_rows
 from narrowcast.codecs.sensitivity import Statistics, measure
 
@@ -26,9 +27,9 @@ def measured(x: Tensor) -> Statistics:
 
 
 def test_tiles_add_up_to_the_whole_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sensitivity, "TILE", 1000)
+    monkeypatch.setattr(tiling, "TILE", 1000)
     x = random(50, 192)
-    assert len(list(sensitivity.tiles(50, 192))) == 10
+    assert len(list(tiling.tiles(50, 192))) == 10
     found = measured(x)
     assert (found.lowest, found.highest) == (float(x.min()), float(x.max()))
     # Sums in fp64, in another order: 9600 roundings of 2**-53 each.
@@ -42,8 +43,8 @@ def test_tiles_add_up_to_the_whole_weight(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_row_longer_than_a_tile_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sensitivity, "TILE", 10)
-    assert list(sensitivity.tiles(3, 100)) == [(0, 1), (1, 2), (2, 3)]
+    monkeypatch.setattr(tiling, "TILE", 10)
+    assert list(tiling.tiles(3, 100)) == [(0, 1), (1, 2), (2, 3)]
 
 
 def test_a_weight_in_bf16_is_measured_as_the_numbers_it_holds() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowcast import Codec
-from narrowcast.codecs import sensitivity
+from narrowcast.codecs import tiles as tiling
 from narrowcast.codecs.streaming import decode_tiles, encode_tiles
 
 SHAPES = [(1, 5003), (3, 2000), (7, 333), (1, 1000), (2, 1008), (1, 0), (0, 5), (5, 1)]
@@ -16,7 +16,7 @@ SHAPES = [(1, 5003), (3, 2000), (7, 333), (1, 1000), (2, 1008), (1, 0), (0, 5), 
 def test_tiles_have_the_bytes_of_the_whole_and_decode_to_its_numbers(
     codec: Codec, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sensitivity, "TILE", 1000)
+    monkeypatch.setattr(tiling, "TILE", 1000)
     rows = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     whole, numel = codec.encode(rows, 7), shape[1]
     reads: list[int] = []

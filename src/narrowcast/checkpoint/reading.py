@@ -31,7 +31,7 @@ from narrowcast.checkpoint.mapping import File, check_regular, identity
 from narrowcast.checkpoint.parse import parse_json, short
 from narrowcast.codecs import Codec
 from narrowcast.codecs.payload import EncodedRows, Encoding
-from narrowcast.codecs.sensitivity import tiles
+from narrowcast.codecs.tiles import tiles
 from narrowcast.errors import CheckpointError, MissingFileError, ReplacedError
 
 PATIENCE_SECONDS = 10.0

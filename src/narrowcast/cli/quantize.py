@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,11 +41,10 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint without loading the model: tensor by tensor, to the bytes that quantize_ gives.
 
-    (With --rounding search, quantize_ also uses what the norms of BERT-like models tell, and gives other bytes there.)
-
     Run again after an interruption, it resumes. Under torchrun, the processes share the files.
 
-    With --rounding gptq the model is loaded with transformers, and rounded on the text of --data.
+    With --rounding gptq the model is loaded with transformers, and rounded on the text of --data. Rounded rows wait in
+    a hidden folder beside DST until it is written.
 
     Example: narrowcast quantize llama/ llama-int4/ --codec int4:block=64 --rules rules.toml
     """
@@ -63,15 +63,22 @@ def quantize(
             from narrowcast.integrations.text_calibration import round_on_data
         except ImportError:
             refuse("--rounding gptq: loading the model needs transformers. Run: pip install 'narrowcast[hf]'")
-        options["rows"] = round_on_data(source, codec, named, data)
+        options["rows"] = round_on_data(source, codec, named, data, _kept_rows(target))
     conversion = open_conversion(source, target, codec, named, rounding=rounding, **options)
     resumed = _run(conversion, overwrite)
+    if data is not None:
+        shutil.rmtree(_kept_rows(target), ignore_errors=True)
     if rank() == 0:
         summary = {**conversion.summary(), "files_kept": resumed}
         if as_json:
             print(json.dumps(summary))
         else:
             _show(summary, Console())
+
+
+def _kept_rows(target: Path) -> Path:
+    """The folder, beside the target, that keeps rows of --rounding gptq until the target is written."""
+    return target.absolute().with_name(f".{target.name}.narrowcast-rounding")
 
 
 def _check_rounding(rounding: str, data: Path | None) -> None:

@@ -10,16 +10,15 @@ Nothing here knows files, layers or modules: the caller passes a function that r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from narrowcast.codecs.base import Codec
-
-TILE = 1 << 20
-"""Elements read at once: 4 MB in fp32, so that a tile, its codes and its decoding stay in a core's cache."""
+from narrowcast.codecs.columns import column_weights
+from narrowcast.codecs.tiles import Read, tiles
 
 
 @dataclass
@@ -38,6 +37,8 @@ class Statistics:
     """The sum of squared errors of each codec, by its spec."""
     nbytes: dict[str, int] = field(default_factory=dict)
     """The bytes of the encoded weight, by the codec's spec."""
+    cost: float | None = None
+    """What a squared error of 1 costs a model's output, relative to it; None where no data has told."""
 
     @property
     def numel(self) -> int:
@@ -54,7 +55,12 @@ class Statistics:
         return math.sqrt(max(self.energy / max(self.numel, 1) - mean * mean, 0.0)) if self.finite else math.nan
 
     def relative_noise(self, spec: str) -> float:
-        """The noise over the weight's energy; for a weight of zeros, 0 if it decodes to zeros and 1 if not."""
+        """The noise over the weight's energy; for a weight of zeros, 0 if it decodes to zeros and 1 if not.
+
+        With a `cost`: what the model's output loses, relative to it.
+        """
+        if self.cost is not None:
+            return self.noise[spec] * self.cost
         return self.noise[spec] / self.energy if self.energy else float(self.noise[spec] > 0)
 
     def sqnr(self, spec: str) -> float:
@@ -76,7 +82,7 @@ def measure(
     name: str,
     rows: int,
     columns: int,
-    read: Callable[[int, int], Tensor],
+    read: Read,
     codecs: Sequence[Codec],
     *,
     searched: bool = False,
@@ -91,27 +97,21 @@ def measure(
     for codec in codecs:
         statistics.noise[codec.spec] = 0.0
         statistics.nbytes[codec.spec] = rows * codec.row_bytes(columns)
+    weights = column_weights(rows, columns, read) if searched else None
     for start, stop in tiles(rows, columns):
         tile = read(start, stop)
-        _add(statistics, tile, codecs, searched)
+        _add(statistics, tile, codecs, searched, weights)
         advance(tile.numel())
     return statistics
 
 
-def tiles(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """The first row of each tile of about `TILE` elements, and the row behind its last."""
-    height = max(1, TILE // max(columns, 1))
-    for start in range(0, rows if columns else 0, height):
-        yield start, min(start + height, rows)
-
-
-def _add(statistics: Statistics, tile: Tensor, codecs: Sequence[Codec], searched: bool) -> None:
+def _add(statistics: Statistics, tile: Tensor, codecs: Sequence[Codec], searched: bool, weights: Tensor | None) -> None:
     values = tile.detach().float()
     low, high = torch.aminmax(values)
     statistics.lowest, statistics.highest = min(statistics.lowest, float(low)), max(statistics.highest, float(high))
     statistics.total += float(values.sum(dtype=torch.float64))
     statistics.energy += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
     for codec in codecs:
-        rows = codec.encode_searched(values) if searched else codec.encode(values, 0)
+        rows = codec.encode_searched(values, weights) if searched else codec.encode(values, 0)
         decoded = codec.decode(rows, values.shape[1])
         statistics.noise[codec.spec] += float(torch.linalg.vector_norm(decoded.sub_(values), dtype=torch.float64)) ** 2

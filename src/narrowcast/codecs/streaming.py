@@ -1,7 +1,7 @@
 """Tensors that are larger than memory: encoded and decoded a tile at a time.
 
 The bytes are those of `Codec.encode`, or `encode_searched`, for the whole tensor. Memory holds one tile of about
-`sensitivity.TILE` elements, and the scales of one row. Rows are independent, so a tile is several rows. A row that is
+`tiles.TILE` elements, and the scales of one row. Rows are independent, so a tile is several rows. A row that is
 longer than a tile is cut
 between blocks: its codes come first and are passed on at once, its scales follow behind the last of them. Two kinds of
 codecs read more at once: with `block=row`, a whole row, which one scale belongs to; with stochastic rounding, the
@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from narrowcast.codecs import fields, sensitivity
+from narrowcast.codecs import fields, tiles
 from narrowcast.codecs.base import Codec
+from narrowcast.codecs.columns import column_weights
 
 Read = Callable[[int, int], Tensor]
 """Of (start, stop): these elements or bytes, as a tensor of one dimension."""
@@ -27,17 +28,20 @@ Read = Callable[[int, int], Tensor]
 def encode_tiles(
     codec: Codec, rows: int, numel: int, read: Read, seed: int = 0, *, searched: bool = False
 ) -> Iterator[Tensor]:
-    """The bytes of `rows` rows of `numel` elements each, in order: of `encode`, or of `encode_searched`."""
-    encode = codec.encode_searched if searched else codec.encode
+    """The bytes of `rows` rows of `numel` elements each, in order: of `encode`, or of a search by `column_weights`."""
+    weights = None
+    if searched:
+        weights = column_weights(rows, numel, lambda start, stop: read(start * numel, stop * numel).view(-1, numel))
     if codec.stochastic and not searched:
         if rows * numel:
             yield codec.encode(read(0, rows * numel).view(rows, numel), seed).view(-1)
     elif _cut_rows(codec, numel):
         for row in range(rows):
-            yield from _encode_row(codec, numel, _from(read, row * numel), encode)
+            yield from _encode_row(codec, numel, _from(read, row * numel), searched, weights)
     else:
-        for start, stop in sensitivity.tiles(rows, numel):
-            yield encode(read(start * numel, stop * numel).view(stop - start, numel)).view(-1)
+        for start, stop in tiles.tiles(rows, numel):
+            tile = read(start * numel, stop * numel).view(stop - start, numel)
+            yield (codec.encode_searched(tile, weights) if searched else codec.encode(tile)).view(-1)
 
 
 def decode_tiles(codec: Codec, rows: int, numel: int, read: Read, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -50,26 +54,29 @@ def decode_tiles(codec: Codec, rows: int, numel: int, read: Read, dtype: torch.d
                     fields.read_part(codec, numel, start, stop, _from(read, row * size)), stop - start, dtype
                 )
     else:
-        for start, stop in sensitivity.tiles(rows, numel):
+        for start, stop in tiles.tiles(rows, numel):
             yield codec.decode(read(start * size, stop * size).view(stop - start, size), numel, dtype).view(-1)
 
 
 def _cut_rows(codec: Codec, numel: int) -> bool:
-    return numel > sensitivity.TILE and codec.block != "row"
+    return numel > tiles.TILE and codec.block != "row"
 
 
 def _cuts(codec: Codec, numel: int) -> Iterator[tuple[int, int]]:
     """The tiles of one long row. Each begins with a block, and at a whole byte of codes."""
     block = codec.block if isinstance(codec.block, int) else 8
-    step = max(sensitivity.TILE // block, 1) * block
+    step = max(tiles.TILE // block, 1) * block
     for start in range(0, numel, step):
         yield start, min(start + step, numel)
 
 
-def _encode_row(codec: Codec, numel: int, read: Read, encode: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+def _encode_row(codec: Codec, numel: int, read: Read, searched: bool, weights: Tensor | None) -> Iterator[Tensor]:
     end, *behind = fields.new_end(codec, numel)
     for start, stop in _cuts(codec, numel):
-        codes, *parts = fields.regions(codec, encode(read(start, stop)), stop - start)
+        part = read(start, stop)
+        own = None if weights is None else weights[start:stop].contiguous()
+        row = codec.encode_searched(part, own) if searched else codec.encode(part)
+        codes, *parts = fields.regions(codec, row, stop - start)
         yield codes
         for place, (rest, part) in enumerate(zip(behind, parts, strict=True)):
             rest[: len(part)] = part

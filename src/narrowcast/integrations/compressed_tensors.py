@@ -30,7 +30,7 @@ from torch import Tensor
 
 from narrowcast.checkpoint.selection import module_name
 from narrowcast.codecs.payload import EncodedRows
-from narrowcast.codecs.sensitivity import tiles
+from narrowcast.codecs.tiles import tiles
 from narrowcast.errors import ExportError
 from narrowcast.integrations.export_sources import State, decode_others, leave_out, open_source, untied
 from narrowcast.kernels.layout import ROW, Element, layout

@@ -131,16 +131,6 @@ class Layout(NamedTuple):
     zeros_offset: int
     row_bytes: int
 
-    @property
-    def groups(self) -> int:
-        """What nn/rounding still calls `blocks`."""
-        return self.blocks
-
-    @property
-    def group_size(self) -> int:
-        """What nn/rounding still calls `block_size`."""
-        return self.block_size
-
 
 def layout(format: Format, numel: int) -> Layout:
     """Where everything lies in a row of `numel` elements."""

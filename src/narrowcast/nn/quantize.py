@@ -14,6 +14,7 @@ Only weights change. Biases, norms, buffers, hooks, the mode and the device stay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from narrowcast.codecs import Codec
 from narrowcast.codecs.payload import EncodedRows
 from narrowcast.codecs.rules import CodecLike, Rules, compile_rules
 from narrowcast.codecs.sensitivity import is_finite
-from narrowcast.errors import QuantizeError
+from narrowcast.errors import CalibrationError, QuantizeError
 from narrowcast.nn.modules.base import (
     Conversion,
     Encoded,
@@ -38,13 +39,13 @@ from narrowcast.nn.modules.fast_path import set_fast_path
 from narrowcast.nn.noise import sqnr_of_rows
 from narrowcast.nn.report import Entry, Report
 from narrowcast.nn.rounding import Rounding
-from narrowcast.nn.rounding.batches import evaluating, read_batches
+from narrowcast.nn.rounding.batches import UNCHANGED, evaluating, read_batches
 from narrowcast.nn.rounding.choice import Chosen, as_rounding
 from narrowcast.nn.rounding.losses import nearest_error, relative_error
 from narrowcast.nn.rounding.moments import InputMoments
-from narrowcast.nn.rounding.norms import Hint, Hints
 from narrowcast.nn.rounding.progress import shown
 from narrowcast.nn.rounding.recording import attention_calls_projections, why_no_moments
+from narrowcast.nn.rounding.resume import Finished, digest_of_data, digest_of_model
 from narrowcast.nn.rounding.sequence import round_in_order
 from narrowcast.nn.rounding.undo import Snapshot
 from narrowcast.nn.state import check_before_loading
@@ -58,6 +59,7 @@ def quantize_(
     rules: Mapping[str, CodecLike | bool | None] | None = None,
     rounding: str | Rounding = "nearest",
     data: Iterable[Any] | None = None,
+    checkpoint: str | PathLike[str] | None = None,
     allow_nonfinite: bool = False,
     progress: bool | None = None,
 ) -> Report:
@@ -66,9 +68,10 @@ def quantize_(
     `rules` maps regular expressions, searched for in the names of modules, to codecs, or to None for weights that are
     to stay as they are: the first that matches decides, and `codec` where none does. `rounding` is "nearest", "search"
     (scales that lose least, no data) or "gptq" (needs `data`, an iterable of the model's inputs), or a `Rounding`; the
-    rows have the same bytes whichever it is. A weight that holds an infinity or a NaN is refused unless
-    `allow_nonfinite`: its block, or its element with a plain cast, decodes to NaN. A progress bar is drawn on a
-    terminal, unless `progress=False`.
+    rows have the same bytes whichever it is. With data, `checkpoint` names a folder that keeps rounded rows: the same
+    call after an interruption goes on from there, to the same bytes. A weight that holds an infinity or a NaN is
+    refused unless `allow_nonfinite`: its block, or its element with a plain cast, decodes to NaN. A progress bar is
+    drawn on a terminal, unless `progress=False`.
     """
     as_module(model)
     chosen_rounding = as_rounding(rounding)
@@ -86,15 +89,19 @@ def quantize_(
     if not allow_nonfinite:
         _refuse_nonfinite(weight for weight, _ in choices)
     batches = None if data is None and not chosen_rounding.needs_data else read_batches(data)
+    if batches is None and checkpoint is not None:
+        raise CalibrationError(
+            f"checkpoint={str(checkpoint)!r}: keeps rows that were rounded on data, and there is none. Pass data, or "
+            f"leave it out: without data weights are rounded in seconds. {UNCHANGED}"
+        )
     with shown("rounding", len(choices), progress) as advance:
         if batches is None:
             entries = []
-            hints = Hints.of(model, choices, chosen_rounding)
             for weight, codec in choices:
-                entries.append(_encode(weight, codec, chosen_rounding, None, hints.of_weight(weight)))
+                entries.append(_encode(weight, codec, chosen_rounding, None)[1])
                 advance()
         else:
-            entries = _encode_on_data(model, choices, chosen_rounding, batches, advance)
+            entries = _encode_on_data(model, choices, chosen_rounding, batches, checkpoint, advance)
     finish(model)
     return Report(entries, skips, compiled.unused)
 
@@ -182,29 +189,34 @@ def _encode_on_data(
     choices: list[tuple[Weight, Codec]],
     rounding: Chosen,
     batches: list[Any],
+    checkpoint: str | PathLike[str] | None,
     advance: Callable[[], None],
 ) -> list[Entry]:
     """Encode all weights on the inputs that batches give them; the model is as it was if that fails."""
     weights = [weight for weight, _ in choices]
     codecs = {weight.slots[0].key: codec for weight, codec in choices}
     entries: dict[str, Entry] = {}
-    hints = Hints.of(model, choices, rounding)
+    finished = Finished(checkpoint, {} if checkpoint is None else _facts(model, codecs, rounding, batches))
 
     def encode(weight: Weight, moments: InputMoments | None, target: Tensor | None = None) -> None:
-        key = weight.slots[0].key
-        hint = hints.of_weight(weight)
-        if rounding.needs_data:  # and so knows better
-            hint = Hint(target, hint.importance if moments is None else None)
-        entries[key] = _encode(weight, codecs[key], rounding, moments, hint, on_data=True)
+        key, floats = weight.slots[0].key, weight.slots[0].float_weight()
+        if key in finished:
+            entries[key] = _place_finished(weight, codecs[key], *finished.read(key))
+        else:
+            wanted = target if rounding.needs_data else None  # data changes no row of other roundings
+            rows, entries[key] = _encode(weight, codecs[key], rounding, moments, wanted, on_data=True)
+            finished.keep(key, rows.data, entries[key]._asdict())
+        finished.move_out(floats)
         advance()
 
     snapshot = Snapshot(model)
     try:
         with evaluating(model), attention_calls_projections(weights):
             set_fast_path(model)
-            round_in_order(model, weights, batches, encode)
+            round_in_order(model, weights, batches, encode, finished)
     except BaseException:
         snapshot.restore()
+        finished.move_back()
         raise
     return [entries[weight.slots[0].key] for weight in weights]
 
@@ -214,17 +226,16 @@ def _encode(
     codec: Codec,
     rounding: Chosen,
     moments: InputMoments | None,
-    hint: Hint,
+    target: Tensor | None = None,
     *,
     on_data: bool = False,
-) -> Entry:
+) -> tuple[EncodedRows, Entry]:
     """Encode one weight, or what it is to be rounded to, and put its rows into every module that holds it."""
-    target, importance = hint
     slot = weight.slots[0]
     floats = slot.float_weight().detach()
     floats = floats.t().contiguous() if slot.transposed else floats
     wanted = floats if target is None else target.to(floats.dtype)
-    rows, name, note = rounding.rows(wanted, codec, slot.lead, moments, why_no_moments(weight), importance)
+    rows, name, note = rounding.rows(wanted, codec, slot.lead, moments, why_no_moments(weight))
     compared = on_data or name != "nearest"
     entry = Entry(
         name=slot.key,
@@ -236,12 +247,29 @@ def _encode(
         sqnr=sqnr_of_rows(floats, rows),
         tied=tuple(weight.names()[1:]),
         rounding=name,
-        nearest_error=nearest_error(floats, rows, moments, wanted, importance) if compared else None,
-        error=relative_error(wanted, rows, moments, importance) if compared else None,
+        nearest_error=nearest_error(floats, rows, moments, wanted) if compared else None,
+        error=relative_error(wanted, rows, moments) if compared else None,
         note=note,
     )
     place(weight, rows)
-    return entry
+    return rows, entry
+
+
+def _facts(model: nn.Module, codecs: Mapping[str, Codec], rounding: Chosen, batches: list[Any]) -> dict[str, Any]:
+    """What rows that are kept in a folder belong to."""
+    return {
+        "model": digest_of_model(model),
+        "data": digest_of_data(batches),
+        "codecs": {key: codec.spec for key, codec in codecs.items()},
+        "rounding": f"{rounding.name} {rounding.rounding!r}" if rounding.needs_data else rounding.name,
+    }
+
+
+def _place_finished(weight: Weight, codec: Codec, data: Tensor, line: Mapping[str, Any]) -> Entry:
+    """Put rows that an earlier call has rounded into every module that holds a weight."""
+    floats = weight.slots[0].float_weight()
+    place(weight, EncodedRows(data.to(floats.device), codec, weight.slots[0].shape(), floats.dtype))
+    return Entry(**line)
 
 
 def place(weight: Weight, rows: EncodedRows) -> None:

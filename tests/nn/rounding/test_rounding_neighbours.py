@@ -1,4 +1,4 @@
-"""What stands beside a weight counts: tables that are added, norms before and behind, tokens that are padding."""
+"""What stands beside a weight counts: tables that are added, tokens that are padding."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.nn.rounding.norms import importance_of
-from narrowcast.nn.survey import survey
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(autouse=True)
@@ -33,18 +29,6 @@ class Tables(nn.Module):
         x = self.words(tokens) + self.types(types)
         x = x + self.positions(torch.arange(tokens.shape[1])[None])
         return x * self.types(types) if self.apart else x
-
-
-def bert() -> nn.Module:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
-    config = transformers.BertConfig(vocab_size=50, max_position_embeddings=32, **sizes)
-    model: nn.Module = transformers.BertModel(config, add_pooling_layer=False).eval()
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.weight.copy_(torch.rand(64) * 2 + 0.1)
-                module.bias.copy_(torch.randn(64) * 0.2)
-    return model
 
 
 def tokens(count: int = 8) -> Tensor:
@@ -71,42 +55,6 @@ def test_a_table_that_is_also_used_alone_is_rounded_as_it_is() -> None:
     nc.quantize_(model, "int4:block=64", rounding="gptq", data=[tokens()])
     nc.quantize_(other, "int4:block=64", rounding="search")
     assert all(torch.equal(one, same) for one, same in zip(model.parameters(), other.parameters(), strict=True))
-
-
-def test_norms_say_which_columns_of_an_encoder_count() -> None:
-    model = bert()
-    known = {weight.slots[0].key: importance_of(model, weight) for weight in survey(model).weights}
-    norms = dict(model.named_modules())
-
-    def energy(name: str, bias: bool = True) -> Tensor:
-        norm = norms[name]
-        squares = norm.weight.detach().square() + (norm.bias.detach().square() if bias else 0.0)
-        return squares / squares.mean()
-
-    expected = {
-        "embeddings.word_embeddings": energy("embeddings.LayerNorm", bias=False),
-        "encoder.layer.0.attention.self.key": energy("embeddings.LayerNorm"),
-        "encoder.layer.1.attention.self.value": energy("encoder.layer.0.output.LayerNorm"),
-        "encoder.layer.1.intermediate.dense": energy("encoder.layer.1.attention.output.LayerNorm"),
-    }
-    for name, importance in expected.items():
-        torch.testing.assert_close(known[f"{name}.weight"], importance)
-    assert known["encoder.layer.0.attention.output.dense.weight"] is None
-    assert known["encoder.layer.0.output.dense.weight"] is None
-
-
-def test_a_search_of_an_encoder_loses_less_and_data_changes_no_row() -> None:
-    model, judged = bert(), tokens(32)
-    exact = model(judged).last_hidden_state.detach()
-    plain, searched, measured = (copy.deepcopy(model) for _ in range(3))
-    nc.quantize_(searched, "int4:block=64", rounding="search")
-    nc.quantize_(measured, "int4:block=64", rounding="search", data=[tokens()])
-    for weight in survey(plain).weights:
-        floats, codec = weight.slots[0].float_weight().detach(), nc.codec("int4:block=64")
-        floats.copy_(codec.decode(codec.encode_searched(floats), floats.shape[1]))
-    errors = [float((some(judged).last_hidden_state - exact).detach().square().sum()) for some in (searched, plain)]
-    assert errors[0] < errors[1]
-    assert all(torch.equal(a, b) for a, b in zip(searched.parameters(), measured.parameters(), strict=True))
 
 
 def test_padding_does_not_count() -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from narrowcast.cli.inspect.weights import Weight
     from narrowcast.codecs import Codec
 
+DATA = "Text, a sample on each line: the mix is chosen by what the model's output loses. Needs transformers."
 CODECS = "int8,int6,int5,int4,nf4,apot4,int3,int2"
 
 
@@ -37,6 +38,7 @@ def inspect(
     rules_out: Annotated[Path | None, typer.Option(help="Write the mix of --budget to this file, as TOML.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --rules-out.")] = False,
     rounding: Annotated[str, typer.Option(help="nearest, or search: scales that lose least.")] = "nearest",
+    data: Annotated[Path | None, typer.Option(help=DATA)] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Leave out modules whose names match (regex).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -44,6 +46,7 @@ def inspect(
 
     With --budget, choose a codec for each weight so that the model has little noise at that many bits per weight,
     scales included. --rules-out writes the mix as rules for `narrowcast quantize --rules` and `quantize_(rules=...)`.
+    With --data the model runs on that text, and ratios are those of its output to what each weight's error adds to it.
 
     Example: narrowcast inspect model/ --budget 4.5 --rules-out rules.toml
     """
@@ -60,7 +63,10 @@ def inspect(
     tried = list(dict.fromkeys(as_codec(spec) for spec in split_specs(codecs)))
     skipped = [_parse_pattern(pattern) for pattern in skip or []]
     weights, others = weights_in(path)
+    costs = None if data is None else _costs(path, data)
     lines = _measure(weights, tried, skipped, rounding == "search")
+    if costs is not None:
+        report.set_costs(lines, costs)
     mix = None
     if budget is not None:
         free = [line.statistics for line in lines if line.why_not is None]
@@ -89,6 +95,17 @@ def _check_options(
                 f"--rules-out {str(rules_out)!r} writes the mix that --budget finds. Add, for example, --budget 4.5."
             )
         check_place(f"--rules-out {str(rules_out)!r}", rules_out, overwrite)
+
+
+def _costs(path: Path, data: Path) -> dict[str, float]:
+    """What errors of each weight cost the model's output on a text."""
+    if not path.exists():
+        refuse(f"PATH={str(path)!r}: no such file or folder. Check the path.")
+    try:
+        from narrowcast.integrations.text_calibration import costs_on_data
+    except ImportError:
+        refuse("--data: loading the model needs transformers. Run: pip install 'narrowcast[hf]'")
+    return costs_on_data(path, data)
 
 
 def _parse_pattern(pattern: str) -> re.Pattern[str]:

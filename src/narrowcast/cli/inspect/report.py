@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from narrowcast.cli.inspect.weights import Weight
 from narrowcast.codecs import Codec, checks
 from narrowcast.codecs.mix import Mix
 from narrowcast.codecs.sensitivity import Statistics, decibels
+from narrowcast.errors import CalibrationError
 
 
 class Line(NamedTuple):
@@ -37,6 +38,19 @@ def why_not(weight: Weight, statistics: Statistics, skipped: Sequence[re.Pattern
         return "holds a NaN or an infinity"
     matching = next((pattern.pattern for pattern in skipped if pattern.search(weight.module)), None)
     return f"--skip {matching}" if matching else None
+
+
+def set_costs(lines: Sequence[Line], costs: Mapping[str, float]) -> None:
+    """Let ratios be those of a model's output: what a squared error of each weight costs it, by the weight's name."""
+    unknown = [line.weight.name for line in lines if line.why_not is None and line.weight.name not in costs]
+    if unknown:
+        raise CalibrationError(
+            f"--data: the model that config.json names has no weight {unknown[0]!r} that can be quantized"
+            f"{f' ({len(unknown)} such)' if len(unknown) > 1 else ''}. Leave them out with --skip, or inspect without "
+            "--data."
+        )
+    for line in lines:
+        line.statistics.cost = costs.get(line.weight.name)
 
 
 def rules(lines: Sequence[Line], mix: Mix) -> str:
@@ -65,7 +79,7 @@ def show(lines: Sequence[Line], others: int, codecs: Sequence[Codec], mix: Mix |
 
 def _table(lines: Sequence[Line], codecs: Sequence[Codec], mix: Mix | None) -> Table:
     """Each weight's shape and range, its ratio in each codec, and the codec that was chosen."""
-    columns = Table("weight", "shape", "dtype", "min", "max", "std", title="SQNR in dB, by codec")
+    columns = Table("weight", "shape", "dtype", "min", "max", "std", title=_title(lines))
     for codec in codecs:
         columns.add_column(codec.spec, justify="right")
     if mix is not None:
@@ -78,6 +92,11 @@ def _table(lines: Sequence[Line], codecs: Sequence[Codec], mix: Mix | None) -> T
         chosen = [] if mix is None else [mix.codecs.get(weight.name, "as it is")]
         columns.add_row(weight.name, "x".join(map(str, weight.shape)), kind, *span, *ratios, *chosen)
     return columns
+
+
+def _title(lines: Sequence[Line]) -> str:
+    on_data = any(line.statistics.cost is not None for line in lines)
+    return "Output over the error that a weight adds to it, in dB, by codec" if on_data else "SQNR in dB, by codec"
 
 
 def _summary(lines: Sequence[Line], mix: Mix, rules_out: Path | None) -> str:

@@ -97,12 +97,12 @@ class Native(Kernel):
             return
         rows, stride = _contiguous(rows)
         source = rows.data_ptr(), DTYPES[rows.dtype], stride, count
-        tried = search.candidates(recipe.format.scale)
+        tried = search.candidates(recipe.format)
         factors = (c_float * len(tried))(*tried)
         weights = None if importance is None else importance.data_ptr()
         how = weights, ctypes.addressof(factors), len(tried), search.REFINEMENTS
         target = out.data_ptr(), out.stride()[0]
-        threads = _threads(len(tried) * count * numel)
+        threads = _threads((1 + len(tried)) * count * numel)
         _check(self._nc_encode_searched(spec_of(recipe, numel), *source, *how, *target, threads, self._isa))
 
     def _decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:

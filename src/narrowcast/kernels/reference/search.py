@@ -4,36 +4,42 @@
 that the row can store, and keeps the one with the least loss, the sum over the block of w (x - decoded)^2. The weight w
 is 1, or `importance` of the element's place in its row. Its rows are ordinary rows of the format.
 
-The search, in order; a candidate replaces the best one if its loss is smaller:
+Given its codes, the loss of a block is a parabola in its scale. With v for what a code stands for in units of the
+scale, and e for the error x - v scale, the scale that fits these codes best is scale + sum(w e v) / sum(w v v), and
+the loss with that one, the floor, is sum(w e e) - sum(w e v)^2 / sum(w v v). So a pass over a block that measures a
+scale also tells a better one. The search, in order; a candidate replaces the best one if it is smaller:
 
 - the scale and zero point that `encode` takes;
-- that scale times each of FACTORS, and times their negatives where a scale has a sign;
-- for affine codes, the zero point one lower and one higher, at the best scale;
-- REFINEMENTS times, the scale that fits the best codes in the least-squares sense: sum(w x v) / sum(w v v), where v is
-  what a code stands for in units of the scale.
+- that scale times each factor (`candidates`), compared by their floors; for affine codes then the zero point one lower
+  and one higher, at the best scale;
+- REFINEMENTS times the stored scale nearest to the one that fits the codes of the last best;
+- of the first, of the one with the lowest floor and of the refined ones, the one with the least loss is taken.
 
-So no block loses more than `encode` loses on it, up to the rounding of the sums. Sums run in fp32, in 64 lanes that
-are then folded in halves: element i of a block is added to lane i % 64. Losses that are not finite never win. Codecs
-that round stochastically are rounded to nearest here. A format without scales has nothing to search.
+So no block loses more than `encode` loses on it, up to the rounding of the sums. Scales that are powers of two are far
+from those that fit best, and are compared by their losses throughout. Sums run in fp32, in 64 lanes that are then
+folded in halves: element i of a block is added to lane i % 64. Losses that are not finite never win. Codecs that round
+stochastically are rounded to nearest here. A format without scales has nothing to search.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from narrowcast.kernels.layout import FLT_MIN, Element, Recipe, Scale, layout, scaling, to_float32
+from narrowcast.kernels.layout import FLT_MIN, Element, Format, Recipe, Scale, layout, scaling, to_float32
 from narrowcast.kernels.reference import casts
 from narrowcast.kernels.reference.codes import dequantize, quantize
 from narrowcast.kernels.reference.rows import as_blocks, encode, write_blocks
 from narrowcast.kernels.reference.scales import block_sizes, choose_scale, zero_points
 
-FACTORS = tuple(to_float32(factor) for factor in (1.07, 0.95, 0.87, 0.78))
-"""Candidates, in units of the scale that `encode` takes. With them and one refinement, squared errors of MiniLM's
-matrices are within 1.4% of a search over up to 90 scales (int4, int3, nf4, apot4, zero points)."""
+FACTORS = tuple(to_float32(factor) for factor in (0.95, 0.88, 1.07))
+"""Candidates, in units of the scale that `encode` takes. On blocks of 64 of MiniLM's matrices squared errors are within
+0.7 to 1.1% (nf4, int4, apot4), 1.9% (int5) and 2.8% (int3) of a search over 61 scales, of both signs where they have
+one, each fitted three times. Scales of the other sign were tried and are not worth their time."""
 POWERS = (0.5, 0.25)
 """The same for scales that are powers of two."""
 REFINEMENTS = 1
@@ -41,16 +47,26 @@ LANES = 64
 
 
 class Choice(NamedTuple):
-    """Scales, zero points and losses of blocks: [rows, blocks, 1] each."""
+    """Scales and zero points that were tried, and what is known of them: [rows, blocks, 1] each."""
 
     scale: Tensor
     zeros: Tensor
     loss: Tensor
+    floor: Tensor
+    """The loss with the scale that fits these codes best."""
+    fit: Tensor
+    """That scale, before it is rounded to a stored one."""
 
-    def or_better(self, other: Choice, allowed: Tensor | bool = True) -> Choice:
-        """The better of two for each block; this one where they are equal."""
-        better = (other.loss < self.loss) & allowed
-        return Choice(*(torch.where(better, new, old) for new, old in zip(other, self, strict=True)))
+    def or_better(self, other: Choice) -> Choice:
+        """The one of two that loses less, for each block; this one where they are equal."""
+        return self._or(other, other.loss < self.loss)
+
+    def or_more_promising(self, other: Choice) -> Choice:
+        """The one with the lower floor."""
+        return self._or(other, other.floor < self.floor)
+
+    def _or(self, other: Choice, taken: Tensor) -> Choice:
+        return Choice(*(torch.where(taken, new, old) for new, old in zip(other, self, strict=True)))
 
 
 class Blocks(NamedTuple):
@@ -68,19 +84,28 @@ class Blocks(NamedTuple):
         product = product if self.weights is None else product * self.weights
         return lane_sum(torch.where(self.inside, product, 0.0))
 
-    def codes(self, scale: Tensor, zeros: Tensor) -> Tensor:
-        return quantize(self.x, scale, zeros, self.recipe, None)
-
     def choice(self, scale: Tensor, zeros: Tensor) -> Choice:
         """Scales and zero points with what they lose."""
-        error = self.x - dequantize(self.codes(scale, zeros), scale, zeros, self.recipe)
-        return Choice(scale, zeros, self.total(error, error))
+        codes = quantize(self.x, scale, zeros, self.recipe, None)
+        error = self.x - dequantize(codes, scale, zeros, self.recipe)
+        units = dequantize(codes, torch.ones_like(scale), zeros, self.recipe)
+        loss, cross = self.total(error, error), self.total(error, units)
+        step = cross / self.total(units, units)
+        powers = self.recipe.format.scale == Scale.E8M0
+        return Choice(scale, zeros, loss, loss if powers else loss - cross * step, scale + step)
 
-    def fitted(self, best: Choice) -> Tensor:
-        """The scale that fits the codes of a choice best, before it is rounded to a stored one."""
-        ones = torch.ones_like(best.scale)
-        units = dequantize(self.codes(best.scale, best.zeros), ones, best.zeros, self.recipe)
-        return self.total(units, self.x) / self.total(units, units)
+    def stored(self, wanted: Tensor, zeros: Tensor, instead: Tensor) -> Choice:
+        """The same for the stored scales nearest to `wanted`. One below FLT_MIN, or NaN, loses infinitely much."""
+        format = self.recipe.format
+        scale = round_to_stored(wanted, format.scale, scaling(format, self.recipe.peak).limit)
+        allowed = (scale.abs() if format.signed_scale else scale) >= FLT_MIN
+        tried = self.choice(torch.where(allowed, scale, instead), zeros)
+        infinite, none = torch.full_like(tried.loss, math.inf), torch.full_like(tried.fit, math.nan)
+        return tried._replace(
+            loss=torch.where(allowed, tried.loss, infinite),
+            floor=torch.where(allowed, tried.floor, infinite),
+            fit=torch.where(allowed, tried.fit, none),
+        )
 
 
 def encode_searched(rows: Tensor, importance: Tensor | None, recipe: Recipe) -> Tensor:
@@ -106,35 +131,27 @@ def search(blocks: Blocks, numel: int) -> Choice:
     """The best scales and zero points of blocks of rows of `numel` elements."""
     x, recipe = blocks.x, blocks.recipe
     format = recipe.format
-    limit = scaling(format, recipe.peak).limit
     sizes = block_sizes(numel, x.shape[-1], x.shape[-2], x.device)
-    first = choose_scale(x, sizes, recipe).unsqueeze(-1)
-    best = blocks.choice(first, zero_points(x, first, format))
-    if format.element != Element.SIGN:  # which has one scale that fits best
-        for factor in candidates(format.scale):
-            for signed in (factor, -factor) if format.signed_scale else (factor,):
-                best = _try_scale(blocks, best, first * signed, limit)
+    nearest = choose_scale(x, sizes, recipe).unsqueeze(-1)
+    first = best = blocks.choice(nearest, zero_points(x, nearest, format))
+    for factor in candidates(format):
+        best = best.or_more_promising(blocks.stored(nearest * factor, first.zeros, nearest))
     if format.affine:
         top = 2**format.bits - 1
         for step in (-1, 1):
-            best = best.or_better(blocks.choice(best.scale, (best.zeros + step).clamp(0, top)))
+            best = best.or_more_promising(blocks.choice(best.scale, (best.zeros + step).clamp(0, top)))
+    least = first.or_better(best)
     for _ in range(REFINEMENTS):
-        best = _try_scale(blocks, best, blocks.fitted(best), limit)
-    return best
+        best = blocks.stored(best.fit, best.zeros, nearest)
+        least = least.or_better(best)
+    return least
 
 
-def candidates(kind: int) -> tuple[float, ...]:
-    """The factors that are tried for scales that are stored like this."""
-    return POWERS if kind == Scale.E8M0 else FACTORS
-
-
-def _try_scale(blocks: Blocks, best: Choice, wanted: Tensor, limit: float) -> Choice:
-    """`best`, or the stored scale nearest to `wanted` where that is better. A scale below FLT_MIN never is."""
-    format = blocks.recipe.format
-    scale = round_to_stored(wanted, format.scale, limit)
-    allowed = (scale.abs() if format.signed_scale else scale) >= FLT_MIN  # no NaN either
-    scale = torch.where(allowed, scale, best.scale)
-    return best.or_better(blocks.choice(scale, best.zeros), allowed)
+def candidates(format: Format) -> tuple[float, ...]:
+    """The factors that are tried, in units of the scale that `encode` takes."""
+    if format.element == Element.SIGN:
+        return ()  # one scale fits best, and is found at once
+    return POWERS if format.scale == Scale.E8M0 else FACTORS
 
 
 def round_to_stored(scale: Tensor, kind: int, limit: float) -> Tensor:

@@ -16,7 +16,7 @@ A rounding takes the floats of a weight, a codec and statistics of the layer's i
     choice            the rounding that a caller names, and the one that a weight gets
     moments, losses   what is known of inputs; what a rounding loses on a layer's output
     batches, recording, sequence   data, inputs of weights while the model runs, the order in which weights are rounded
-    norms, sums       what norms tell of a weight's columns without data; embeddings whose rows are added
+    sums              embeddings whose rows are added
     undo, progress    a model as it was; a bar on a terminal
 """
 

@@ -30,30 +30,12 @@ class Chosen:
     rounding: Any
     needs_data: bool
 
-    @property
-    def searches(self) -> bool:
-        return self.rounding is round_by_search
-
-    @property
-    def takes_hints(self) -> bool:
-        """Whether what is known of columns without data counts (norms.py)."""
-        return self.searches or self.needs_data
-
     def rows(
-        self,
-        weight: Tensor,
-        codec: Codec,
-        lead: int,
-        moments: InputMoments | None,
-        why_not: str,
-        importance: Tensor | None = None,
+        self, weight: Tensor, codec: Codec, lead: int, moments: InputMoments | None, why_not: str
     ) -> tuple[EncodedRows, str, str]:
         """The rows of a weight, the name of the rounding that made them, and why it is another than was asked for."""
         if self.needs_data and (moments is None or not moments.count):
-            reason = why_not or "no batch reached it"
-            return round_by_search(weight, codec, lead, importance=importance), "search", reason
-        if self.searches:
-            return round_by_search(weight, codec, lead, importance=importance), self.name, ""
+            return round_by_search(weight, codec, lead), "search", why_not or "no batch reached it"
         rows: EncodedRows = self.rounding(weight, codec, lead, moments)
         note = _few(moments) if self.needs_data and moments is not None and lead == 2 else ""
         return rows, self.name, note

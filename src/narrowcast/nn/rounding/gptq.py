@@ -22,7 +22,9 @@ What is done differently here:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +39,8 @@ from narrowcast.nn.rounding.polish import polish
 COLUMNS = 128
 """Columns whose errors are spread at once over those behind them."""
 LARGEST_DAMPING = 1e6
+ROWS = 8192
+"""Outputs that are rounded at once: what a rounding needs beside the weight is bounded, whatever the vocabulary."""
 FEWEST = 16
 """Inputs that an expert needs for second-order rounding; with fewer its scales are searched instead."""
 
@@ -71,17 +75,19 @@ class GPTQ:
 
     def round_rows(self, weight: Tensor, codec: Codec, inputs: Inputs) -> Tensor:
         """Encoded rows of `weight` [outputs, k]. An output with a weight that is not finite is rounded to nearest."""
-        candidates = [codec.encode(weight, 0)]
         finite = weight.isfinite().all(1, keepdim=True)
-        weight = torch.where(finite, weight, 0.0)
+        exact = torch.where(finite, weight, 0.0)
+        target, metric = exact, None
         if float(inputs.moments.diagonal().sum()) > 0:
-            candidates += self._compensated(self._target(weight, inputs), codec, inputs.moments)
-        decoded = [codec.decode(rows, weight.shape[1]) for rows in candidates]
-        best = torch.stack([inputs.errors(weight, rounded) for rounded in decoded]).argmin(0)
-        rows = candidates[0]
-        for place, other in enumerate(candidates[1:], 1):
-            rows = torch.where((best == place).unsqueeze(-1) & finite, other, rows)
-        return rows
+            target, metric = self._target(exact, inputs), Metric.of(inputs.moments, self)
+        parts = []
+        for first in range(0, len(weight), ROWS):
+            part = slice(first, first + ROWS)
+            candidates = [codec.encode(weight[part], 0)]
+            if metric is not None:
+                candidates += self._compensated(target[part], codec, metric)
+            parts.append(_best(candidates, codec, exact[part], finite[part], inputs))
+        return torch.cat(parts)
 
     def _target(self, weight: Tensor, inputs: Inputs) -> Tensor:
         """The weight that gives the unrounded model's outputs best on the rounded model's inputs.
@@ -100,22 +106,48 @@ class GPTQ:
         fitted = torch.cholesky_solve(target.t() @ weight.double().t(), lower).t()
         return fitted.float().contiguous() if bool(fitted.isfinite().all()) else weight
 
-    def _compensated(self, weight: Tensor, codec: Codec, moments: Tensor) -> list[Tensor]:
+    def _compensated(self, weight: Tensor, codec: Codec, metric: Metric) -> list[Tensor]:
         """Rows with searched scales, and rows whose later columns make up for the earlier ones."""
-        order = torch.argsort(moments.diagonal(), descending=True, stable=True)
-        order = order if self.act_order else torch.arange(len(order), dtype=torch.int64, device=order.device)
-        upper = factor_of_inverse(moments[order][:, order], self.damping)
-        importance = torch.empty_like(upper[0])
-        importance[order] = upper.diagonal().square().reciprocal()
-        importance = importance / importance.mean()
-        searched = codec.encode_searched(weight, importance)
+        searched = codec.encode_searched(weight, metric.importance)
         grid = Grid.of(codec, codec.split(searched, weight.shape[1]))
         dynamic = not self.act_order and codec.block not in (None, "row")
-        columns = _Columns(weight[:, order], upper, grid, order)
-        rows = columns.round(importance if dynamic else None)
+        columns = _Columns(weight[:, metric.order], metric.upper, grid, metric.order)
+        rows = columns.round(metric.importance if dynamic else None)
+        return [searched, rows, polish(weight, codec, rows, metric.damped)]
+
+
+class Metric(NamedTuple):
+    """What errors of a layer's weights cost, once for all of its rows."""
+
+    damped: Tensor
+    """The moments [k, k], damped."""
+    order: Tensor
+    """In which columns are rounded."""
+    upper: Tensor
+    """The factor of the inverse, in that order."""
+    importance: Tensor
+    """What the error of each column costs once the others have made up for it, 1 on average."""
+
+    @classmethod
+    def of(cls, moments: Tensor, options: GPTQ) -> Metric:
+        order = torch.argsort(moments.diagonal(), descending=True, stable=True)
+        order = order if options.act_order else torch.arange(len(order), dtype=torch.int64, device=order.device)
+        upper = factor_of_inverse(moments[order][:, order], options.damping)
+        importance = torch.empty_like(upper[0])
+        importance[order] = upper.diagonal().square().reciprocal()
         damped = moments.clone()
-        damped.diagonal().add_(self.damping * moments.diagonal().mean())
-        return [searched, rows, polish(weight, codec, rows, damped)]
+        damped.diagonal().add_(options.damping * moments.diagonal().mean())
+        return cls(damped, order, upper, importance / importance.mean())
+
+
+def _best(candidates: Sequence[Tensor], codec: Codec, weight: Tensor, finite: Tensor, inputs: Inputs) -> Tensor:
+    """For each output, the rows with the least error; the first ones where a weight is not finite."""
+    decoded = [codec.decode(rows, weight.shape[1]) for rows in candidates]
+    best = torch.stack([inputs.errors(weight, rounded) for rounded in decoded]).argmin(0)
+    rows = candidates[0]
+    for place, other in enumerate(candidates[1:], 1):
+        rows = torch.where((best == place).unsqueeze(-1) & finite, other, rows)
+    return rows
 
 
 class _Columns:

@@ -44,15 +44,15 @@ def _fit_scales(weight: Tensor, codec: Codec, rows: Tensor, moments: Tensor) -> 
     ones = codec.join(fields.codes, torch.ones_like(fields.scales), fields.zero_points)
     units = codec.decode(ones, k)
     where = layout(codec.format, k)
-    padding = where.groups * where.group_size - k
-    system = torch.empty(count, where.groups, where.groups, dtype=torch.float64, device=weight.device)
-    wanted = torch.empty(count, where.groups, dtype=torch.float64, device=weight.device)
-    for group in range(where.groups):
-        part = slice(group * where.group_size, min((group + 1) * where.group_size, k))
+    padding = where.blocks * where.block_size - k
+    system = torch.empty(count, where.blocks, where.blocks, dtype=torch.float64, device=weight.device)
+    wanted = torch.empty(count, where.blocks, dtype=torch.float64, device=weight.device)
+    for block in range(where.blocks):
+        part = slice(block * where.block_size, min((block + 1) * where.block_size, k))
         product = units[:, part] @ moments[part]
-        sums = torch.nn.functional.pad(product * units, (0, padding)).view(count, where.groups, -1).sum(-1)
-        system[:, group] = sums.double()
-        wanted[:, group] = (product * weight).sum(-1).double()
+        sums = torch.nn.functional.pad(product * units, (0, padding)).view(count, where.blocks, -1).sum(-1)
+        system[:, block] = sums.double()
+        wanted[:, block] = (product * weight).sum(-1).double()
     diagonal = system.diagonal(dim1=1, dim2=2)
     diagonal += 1e-6 * diagonal.mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny  # a block of zeros has none
     scales, _ = torch.linalg.solve_ex(system, wanted)

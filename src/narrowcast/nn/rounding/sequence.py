@@ -16,8 +16,7 @@ block before it returns, the whole model runs for each block instead: slower, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,8 +25,9 @@ from torch import Tensor, nn
 
 from narrowcast.errors import CalibrationError
 from narrowcast.nn.modules.base import copy_modules, float_class_of
-from narrowcast.nn.rounding.batches import UNCHANGED, device_of, move, padding_mask, run_batch
+from narrowcast.nn.rounding.batches import UNCHANGED, device_of, move, padding_mask
 from narrowcast.nn.rounding.moments import InputMoments
+from narrowcast.nn.rounding.passes import run_up_to
 from narrowcast.nn.rounding.recording import keep_tokens, keeping_inputs, recording, why_no_moments
 from narrowcast.nn.rounding.sums import round_added_tables
 from narrowcast.nn.survey import Weight
@@ -52,8 +52,13 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def round_in_order(model: nn.Module, weights: Sequence[Weight], batches: Sequence[Any], round_weight: Round) -> None:
-    """Round all weights, each on inputs that come from rounded weights."""
+def round_in_order(
+    model: nn.Module, weights: Sequence[Weight], batches: Sequence[Any], round_weight: Round, finished: Container[str]
+) -> None:
+    """Round all weights, each on inputs that come from rounded weights.
+
+    What is `finished` has rows already, which `round_weight` puts into the model: its moments are not recorded.
+    """
     found = find_stacks(model, weights)
     inside = {weight.slots[0].key for blocks in found for block in blocks for weight in _of_block(block, weights)}
     captures = [_capture(model, blocks, batches) for blocks in found]
@@ -61,7 +66,7 @@ def round_in_order(model: nn.Module, weights: Sequence[Weight], batches: Sequenc
     del captures
     rest = [weight for weight in weights if weight.slots[0].key not in inside]  # some are tied between blocks
     first = stacks[0].blocks[0] if stacks else None
-    runs = [partial(_run, model, batch, number, stop_at=first) for number, batch in enumerate(batches)]
+    runs = [partial(run_up_to, model, batch, number, stop_at=first) for number, batch in enumerate(batches)]
     round_added_tables(rest, runs, round_weight)
     for weight in [weight for weight in rest if why_no_moments(weight)]:
         round_weight(weight, None)
@@ -75,9 +80,26 @@ def round_in_order(model: nn.Module, weights: Sequence[Weight], batches: Sequenc
         for weight in before:
             round_weight(weight, _checked(weight, moments))
             rest.remove(weight)
+    work = _Work(model, batches, round_weight, finished)
     for stack in stacks:
-        _round_stack(model, stack, weights, batches, round_weight)
-    _round_on_model(model, rest, batches, round_weight)
+        _round_stack(work, stack, weights)
+    _round_on_model(work, rest)
+
+
+class _Work(NamedTuple):
+    """What is rounded on what."""
+
+    model: nn.Module
+    batches: Sequence[Any]
+    round_weight: Round
+    finished: Container[str]
+
+    def round(self, weights: Sequence[Weight], record: Callable[[], dict[str, InputMoments]]) -> None:
+        """Round weights on the moments that `record` gives. Nothing is recorded where all of them are finished."""
+        done = all(weight.slots[0].key in self.finished for weight in weights)
+        moments = {} if done else record()
+        for weight in weights:
+            self.round_weight(weight, None if done or why_no_moments(weight) else _checked(weight, moments))
 
 
 def find_stacks(model: nn.Module, weights: Sequence[Weight]) -> list[list[nn.Module]]:
@@ -102,25 +124,25 @@ def _of_block(block: nn.Module, weights: Sequence[Weight]) -> list[Weight]:
     return [weight for weight in weights if all(id(slot.module) in parts for slot in weight.slots)]
 
 
-def _round_on_model(model: nn.Module, weights: Sequence[Weight], batches: Sequence[Any], round_weight: Round) -> None:
+def _round_on_model(work: _Work, weights: Sequence[Weight]) -> None:
     """Round weights on the inputs that the whole model gives them as it is now."""
-    if not weights:
-        return
-    with recording(weights) as moments:
-        for number, batch in enumerate(batches):
-            keep_tokens(moments, padding_mask(batch))
-            _run(model, batch, number)
-    for weight in weights:
-        round_weight(weight, None if why_no_moments(weight) else _checked(weight, moments))
+
+    def record() -> dict[str, InputMoments]:
+        with recording(weights) as moments:
+            for number, batch in enumerate(work.batches):
+                keep_tokens(moments, padding_mask(batch))
+                run_up_to(work.model, batch, number)
+        return moments
+
+    work.round(weights, record)
 
 
-def _round_stack(
-    model: nn.Module, stack: Stack, weights: Sequence[Weight], batches: Sequence[Any], round_weight: Round
-) -> None:
+def _round_stack(work: _Work, stack: Stack, weights: Sequence[Weight]) -> None:
+    model, batches = work.model, work.batches
     captured = _capture(model, stack.blocks, batches)
     if captured is None:
         for block in stack.blocks:
-            _round_on_model(model, _of_block(block, weights), batches, round_weight)
+            _round_on_model(work, _of_block(block, weights))
         return
     states, calls = captured
     device, masks = device_of(model), [padding_mask(batch) for batch in batches]
@@ -129,9 +151,7 @@ def _round_stack(
         run.masks = masks
         own = _of_block(block, weights)
         for step in run.steps(own):
-            moments = run.record(step)
-            for weight in step:
-                round_weight(weight, None if why_no_moments(weight) else _checked(weight, moments))
+            work.round(step, partial(run.record, step))
         if place + 1 < len(stack.blocks):
             run.advance()
 
@@ -233,7 +253,7 @@ def _capture(
     try:
         for number, batch in enumerate(batches):
             expected, last = 0, None
-            _run(model, batch, number)
+            run_up_to(model, batch, number)
             chained = chained and expected == len(stack)
             if not chained:
                 return None
@@ -249,42 +269,6 @@ def _call(block: nn.Module, hidden: Tensor, call: Call, device: torch.device) ->
 
 def _first(output: Any) -> Any:
     return output[0] if isinstance(output, (tuple, list)) and output else output
-
-
-class _StopHere(Exception):
-    """Ends a forward pass: what runs behind is not needed."""
-
-
-def _run(model: nn.Module, batch: Any, number: int, stop_at: nn.Module | None = None) -> None:
-    """One batch through the model, up to the call of `stop_at`."""
-    try:
-        with _stopping(stop_at):
-            run_batch(model, batch)
-    except _StopHere:
-        pass
-    except CalibrationError:
-        raise
-    except Exception as error:
-        raise CalibrationError(
-            f"data: the model cannot run batch {number}: {type(error).__name__}: {error}. A batch is what the model "
-            f"takes: a tensor, a mapping of keywords, or a tuple whose first element is the input. {UNCHANGED}"
-        ) from error
-
-
-@contextmanager
-def _stopping(module: nn.Module | None) -> Iterator[None]:
-    if module is None:
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise _StopHere
-
-    hook = module.register_forward_pre_hook(stop)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _checked(weight: Weight, moments: dict[str, InputMoments]) -> InputMoments:

@@ -86,6 +86,8 @@ struct Kernels {
     void (*measure)(const Spec&, Floats row, int64_t begin, int64_t count, Batch&, int64_t slot);
     void (*settle)(const Spec&, Batch&, int64_t block, int64_t blocks, int64_t last_count, uint8_t* out);
     void (*quantize)(const Spec&, Floats row, int64_t begin, int64_t count, Scaling, uint8_t* out, uint64_t key);
+    // Whole blocks of one batch, of at most 2048 elements, whose scales are known.
+    void (*quantize_batch)(const Spec&, Floats row, int64_t begin, int64_t count, const Batch&, uint8_t* out);
     void (*decode)(const Spec&, const uint8_t* data, int64_t begin, int64_t count, void* out, int32_t dtype);
     void (*decode_sum)(const Spec&, const uint8_t* data, int64_t stride, int64_t ranks, Floats own, int64_t own_rank,
                        int64_t divisor, int64_t begin, int64_t count, void* out, int32_t dtype);

@@ -118,6 +118,28 @@ struct Quantize : Encoding {
     void wide() const { quantize_wide(spec, row, begin, count, out); }
 };
 
+// The blocks of a batch, whose scales are known: elements [begin, begin + count) of the row, which lie at x.
+template <int ELEMENT, int BITS>
+NC_INLINE void quantize_blocks(const Spec& spec, Floats row, const float* x, int64_t begin, int64_t count, const Batch& batch,
+                              const Table& table, Dice dice, uint8_t* out) {
+    const int64_t size = spec.block_size, blocks = (count + size - 1) / size;
+    int64_t g = 0;
+    if (shared_pieces<ELEMENT>(size)) {
+        for (; g * size + PIECE <= count; g += PIECE / size) {
+            fetch(row, begin + g * size + BATCH, PIECE);
+            quantize_shared<ELEMENT, BITS>(spec, x + g * size, begin + g * size, batch.inverse + g, size, table, dice, out);
+        }
+    }
+    for (; g < blocks; ++g) {
+        Scaling by{batch.scale[g], batch.inverse[g], batch.zero[g]};
+        fetch(row, begin + g * size + BATCH, size);
+        quantize_as<ELEMENT, BITS>(spec, x + g * size, begin + g * size, std::min(size, count - g * size), by, table, dice, out);
+    }
+}
+
+// Blocks that are in a batch as a whole.
+inline int64_t blocks_in_batch(int64_t size) { return std::max<int64_t>(1, std::min<int64_t>(Batch::SIZE, BATCH / size)); }
+
 struct EncodeBlocks : Encoding {
     template <int ELEMENT, int BITS>
     void call() const {
@@ -125,26 +147,14 @@ struct EncodeBlocks : Encoding {
         const Spec spec = this->spec;  // a copy: the compiler need not fear that writing codes changes it
         const Table table(spec);
         Batch batch;
-        const int64_t size = spec.block_size, end = begin + count;
-        const int64_t blocks = std::max<int64_t>(1, std::min<int64_t>(Batch::SIZE, BATCH / size));
+        const int64_t size = spec.block_size, end = begin + count, blocks = blocks_in_batch(size);
         for (int64_t i = begin; i < end; i += blocks * size) {
             int64_t n = std::min(blocks * size, end - i), here = (n + size - 1) / size;
             if (n <= BATCH) {
                 const float* x = load(row, i, n, buffer);
                 measure_batch<ELEMENT>(x, n, size, batch);
                 settle_batch<ELEMENT>(spec, batch, i / size, here, n - (here - 1) * size, out);
-                int64_t g = 0;
-                if (shared_pieces<ELEMENT>(size)) {
-                    for (; g * size + PIECE <= n; g += PIECE / size) {
-                        fetch(row, i + g * size + BATCH, PIECE);
-                        quantize_shared<ELEMENT, BITS>(spec, x + g * size, i + g * size, batch.inverse + g, size, table, dice, out);
-                    }
-                }
-                for (; g < here; ++g) {
-                    Scaling by{batch.scale[g], batch.inverse[g], batch.zero[g]};
-                    fetch(row, i + g * size + BATCH, size);
-                    quantize_as<ELEMENT, BITS>(spec, x + g * size, i + g * size, std::min(size, n - g * size), by, table, dice, out);
-                }
+                quantize_blocks<ELEMENT, BITS>(spec, row, x, i, n, batch, table, dice, out);
             } else {
                 measure_large<ELEMENT>(row, i, n, batch, 0);
                 settle_batch<ELEMENT>(spec, batch, i / size, 1, n, out);
@@ -169,6 +179,18 @@ struct EncodeBlocks : Encoding {
         }
         batch.sum[slot] = pairs.total();
     }
+};
+
+// A batch whose scales are known.
+struct QuantizeBatch : Encoding {
+    const Batch& batch;
+    template <int ELEMENT, int BITS>
+    void call() const {
+        alignas(64) float buffer[BATCH];
+        const Table table(spec);
+        quantize_blocks<ELEMENT, BITS>(spec, row, load(row, begin, count, buffer), begin, count, batch, table, dice, out);
+    }
+    void wide() const {}
 };
 
 struct Measure {

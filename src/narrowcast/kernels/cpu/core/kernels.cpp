@@ -90,6 +90,10 @@ void quantize(const Spec& spec, Floats row, int64_t begin, int64_t count, Scalin
     dispatch(spec, Quantize{{spec, row, begin, count, by, out, Dice{key}}});
 }
 
+void quantize_batch(const Spec& spec, Floats row, int64_t begin, int64_t count, const Batch& batch, uint8_t* out) {
+    dispatch(spec, QuantizeBatch{{spec, row, begin, count, Scaling{}, out, Dice{0}}, batch});
+}
+
 void decode(const Spec& spec, const uint8_t* data, int64_t begin, int64_t count, void* out, int32_t dtype) {
     dispatch(spec, Decode{spec, data, begin, count, out, dtype, 0});
 }
@@ -118,5 +122,6 @@ void decode_sum_encode(const Spec& spec, const uint8_t* data, int64_t stride, in
 }  // namespace
 
 namespace nc {
-const Kernels NC_NAMED_BY_ISA(kernels) = {::encode, ::measure, ::settle, ::quantize, ::decode, ::decode_sum, ::decode_sum_encode};
+const Kernels NC_NAMED_BY_ISA(kernels) = {::encode, ::measure, ::settle, ::quantize, ::quantize_batch,
+                                          ::decode, ::decode_sum, ::decode_sum_encode};
 }  // namespace nc

@@ -4,6 +4,7 @@
 #include "search.h"
 
 #include "encode.h"
+#include "search_codes.h"
 
 namespace {
 
@@ -20,78 +21,46 @@ inline float round_to_stored(float scale, int32_t kind, float limit) {
     return std::copysign(magnitude, scale);
 }
 
-// What PIECE elements decode to, in units of the scale: one class for each kind of code. BITS are those of a table, else 0.
-
-struct Integers {
-    static constexpr int BITS = 0;
-    float low, top;
-    explicit Integers(const Spec& spec)
-        : low(-float((1 << (spec.bits - 1)) - 1 + spec.signed_scale)), top(float((1 << (spec.bits - 1)) - 1)) {}
-    inline float unit(float x, Scaling by) const { return (clamp(x * by.inverse, low, top) + ROUNDER) - ROUNDER; }
-    static inline float value(float unit, float scale) { return unit * scale; }
-};
-
-struct Affine {
-    static constexpr int BITS = 0;
-    float top;
-    explicit Affine(const Spec& spec) : top(float((1 << spec.bits) - 1)) {}
-    inline float unit(float x, Scaling by) const {
-        const float zero = float(by.zero), whole = (clamp(x * by.inverse, -top, top) + ROUNDER) - ROUNDER;
-        return clamp(whole + zero, 0.0f, top) - zero;
-    }
-    static inline float value(float unit, float scale) {
-        constexpr float most = 0x1.fffffep+127f;
-        return clamp(unit * scale, -most, most);
-    }
-};
-
-template <int WIDTH>
-struct Places {
-    static constexpr int BITS = WIDTH;
-    const Table table;
-    const float* levels;
-    explicit Places(const Spec& spec) : table(spec), levels(spec.levels) {}
-    inline void units(const float* __restrict x, Scaling by, float* __restrict out) const {
-        alignas(64) uint8_t codes[PIECE];
-        quantize_levels<BITS>(x, by, table, codes);
-        dequantize_levels<BITS, false>(codes, Scaling{1.0f, 1.0f, 0}, levels, out);
-    }
-    static inline float value(float unit, float scale) { return unit * scale; }
-};
-
-struct Signs {
-    static constexpr int BITS = 0;
-    explicit Signs(const Spec&) {}
-    inline float unit(float x, Scaling) const { return as<float>((as<uint32_t>(x) & 0x80000000u) | 0x3F800000u); }
-    static inline float value(float unit, float scale) { return unit * scale; }
-};
-
-template <class Format>
-struct NarrowFloats {
-    static constexpr int BITS = 0;
-    explicit NarrowFloats(const Spec&) {}
-    inline float unit(float x, Scaling by) const { return Format::widen(Format::narrow(x * by.inverse)); }
-    static inline float value(float unit, float scale) { return unit * scale; }
-};
-
+// A scale that was tried: what it loses, the scale that fits its codes best, and what is lost with that one (`floor`).
 struct Choice {
     Scaling by;
-    float loss;
+    float loss, floor, fit;
 };
 
 inline Choice better(const Choice& found, const Choice& other) { return other.loss < found.loss ? other : found; }
+inline Choice promising(const Choice& found, const Choice& other) { return other.floor < found.floor ? other : found; }
 
-// 64 lanes, folded in halves.
-inline float fold(float (&lane)[PIECE]) {
-    for (int i = 0; i < 32; ++i) lane[i] += lane[i + 32];
-    for (int i = 0; i < 16; ++i) lane[i] += lane[i + 16];
-    for (int i = 0; i < 8; ++i) lane[i] += lane[i + 8];
-    for (int i = 0; i < 4; ++i) lane[i] += lane[i + 4];
-    return (lane[0] + lane[2]) + (lane[1] + lane[3]);
+// 64 lanes, folded in halves; of 32 the others are zero.
+template <int LANES>
+inline float fold(const float* __restrict lanes) {
+#if defined(__AVX2__)
+    __m256 sums[4];
+    for (int i = 0; i < 4; ++i) {
+        sums[i] = _mm256_load_ps(lanes + 8 * i);
+        if (LANES == 64) sums[i] = _mm256_add_ps(sums[i], _mm256_load_ps(lanes + 32 + 8 * i));
+    }
+    const __m256 eight = _mm256_add_ps(_mm256_add_ps(sums[0], sums[2]), _mm256_add_ps(sums[1], sums[3]));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+    float sums[32];
+    for (int i = 0; i < 32; ++i) sums[i] = LANES == 64 ? lanes[i] + lanes[i + 32] : lanes[i];
+    for (int i = 0; i < 16; ++i) sums[i] += sums[i + 16];
+    for (int i = 0; i < 8; ++i) sums[i] += sums[i + 8];
+    for (int i = 0; i < 4; ++i) sums[i] += sums[i + 4];
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+#endif
 }
 
-// One block, and zeros behind its last element up to a whole piece.
-template <class Codes>
+// Sums in lanes: of squared errors, of errors times units, of squared units.
+template <int LANES>
+struct Sums {
+    alignas(64) float errors[LANES], cross[LANES], squares[LANES];
+};
+
+// One block in whole pieces of LANES elements. What is behind its last element has no weight.
+template <class Codes, int LANES>
 struct Block {
     const Spec& spec;
     const Search& how;
@@ -100,126 +69,136 @@ struct Block {
     const float* weights;  // or null
     int64_t count;
 
-    // Calls add(i, element, units) for the PIECE elements from `begin` on.
-    template <class Add>
-    inline void each(int64_t begin, Scaling by, const Add& add) const {
+    // Adds a piece to sums, or begins them with it.
+    template <bool WEIGHTED, bool FIRST>
+    inline void add(int64_t begin, Scaling by, Sums<LANES>& sums) const {
         const float* __restrict here = x + begin;
-        if constexpr (Codes::BITS != 0) {
-            alignas(64) float units[PIECE];
-            codes.units(here, by, units);
-            for (int i = 0; i < PIECE; ++i) add(i, here[i], units[i]);
-        } else {
-            for (int i = 0; i < PIECE; ++i) add(i, here[i], codes.unit(here[i], by));
-        }
-    }
-
-    // The weighted sum of term(element, units) over the block, in 64 lanes.
-    template <class Term>
-    inline float total(Scaling by, const Term& term) const {
-        alignas(64) float lanes[PIECE] = {};
-        int64_t begin = 0;
-        for (; begin + PIECE <= count; begin += PIECE) {
-            const float* w = weights + begin;
-            if (weights) {
-                each(begin, by, [&](int i, float element, float unit) { lanes[i] += term(element, unit) * w[i]; });
-            } else {
-                each(begin, by, [&](int i, float element, float unit) { lanes[i] += term(element, unit); });
-            }
-        }
-        if (begin < count) {
-            alignas(64) float products[PIECE];
-            const int64_t left = count - begin;
-            each(begin, by, [&](int i, float element, float unit) { products[i] = term(element, unit); });
-            for (int64_t i = 0; weights && i < left; ++i) products[i] *= weights[begin + i];
-            for (int64_t i = left; i < PIECE; ++i) products[i] = 0.0f;
-            for (int i = 0; i < PIECE; ++i) lanes[i] += products[i];
-        }
-        return fold(lanes);
-    }
-
-    inline float loss(Scaling by) const {
+        const float* __restrict w = WEIGHTED ? weights + begin : here;
+        alignas(64) float units[LANES];
+        if constexpr (Codes::BITS != 0) codes.template units<LANES>(here, by, units);
+        else for (int i = 0; i < LANES; ++i) units[i] = codes.unit(here[i], by);
         const float scale = by.scale;
-        return total(by, [scale](float element, float unit) {
-            const float error = element - Codes::value(unit, scale);
-            return error * error;
-        });
+        for (int i = 0; i < LANES; ++i) {
+            const float unit = units[i], error = here[i] - Codes::value(unit, scale);
+            float squared = error * error, cross = error * unit, square = unit * unit;
+            if (WEIGHTED) squared *= w[i], cross *= w[i], square *= w[i];
+            sums.errors[i] = FIRST ? squared : sums.errors[i] + squared;
+            sums.cross[i] = FIRST ? cross : sums.cross[i] + cross;
+            sums.squares[i] = FIRST ? square : sums.squares[i] + square;
+        }
     }
 
-    inline float fitted(Scaling by) const {
-        const float above = total(by, [](float element, float unit) { return unit * element; });
-        return above / total(by, [](float, float unit) { return unit * unit; });
+    template <bool WEIGHTED>
+    inline Choice tried(Scaling by) const {
+        Sums<LANES> sums;
+        add<WEIGHTED, true>(0, by, sums);
+        for (int64_t begin = LANES; begin < count; begin += LANES) add<WEIGHTED, false>(begin, by, sums);
+        const float loss = fold<LANES>(sums.errors), cross = fold<LANES>(sums.cross), step = cross / fold<LANES>(sums.squares);
+        // A power of two is far from the one that fits best: it is judged by what it loses itself.
+        return Choice{by, loss, spec.scale == SCALE_E8M0 ? loss : loss - cross * step, by.scale + step};
     }
 
-    // A stored scale near `wanted`; NaN where none may be used.
-    inline float stored(float wanted) const {
+    inline Choice choice(Scaling by) const { return weights ? tried<true>(by) : tried<false>(by); }
+
+    // The stored scale nearest to `wanted`; one that may not be used never wins.
+    inline Choice choice(float wanted, int32_t zero) const {
         const float scale = round_to_stored(wanted, spec.scale, spec.limit);
-        return (spec.signed_scale ? std::fabs(scale) : scale) >= 0x1p-126f ? scale : NOT_A_NUMBER;
+        if (!((spec.signed_scale ? std::fabs(scale) : scale) >= 0x1p-126f)) return Choice{{}, HUGE_VALF, HUGE_VALF, NOT_A_NUMBER};
+        return choice(Scaling{scale, 1.0f / scale, zero});
     }
 
-    inline Choice choice(float scale, int32_t zero) const {
-        const Scaling by{scale, 1.0f / scale, zero};
-        return Choice{by, scale == scale ? loss(by) : HUGE_VALF};
-    }
-
-    Scaling best(Scaling first) const {
+    Scaling best(Scaling nearest) const {
         // Losses first, comparisons then: a processor works on several candidates at once if no branch stands between them.
-        Choice tried[2 * Search::MOST + 1];
-        int64_t count = 0;
-        tried[count++] = Choice{first, loss(first)};
-        for (int64_t i = 0; spec.element != SIGN && i < how.factor_count; ++i) {
-            tried[count++] = choice(stored(first.scale * how.factors[i]), first.zero);
-            if (spec.signed_scale) tried[count++] = choice(stored(first.scale * -how.factors[i]), first.zero);
-        }
-        Choice found = tried[0];
-        for (int64_t i = 1; i < count; ++i) found = better(found, tried[i]);
+        Choice tried[Search::MOST + 1];
+        tried[0] = choice(nearest);
+        for (int64_t i = 0; i < how.factor_count; ++i) tried[i + 1] = choice(nearest.scale * how.factors[i], nearest.zero);
+        int64_t lowest = 0;
+        for (int64_t i = 1; i <= how.factor_count; ++i) lowest = tried[i].floor < tried[lowest].floor ? i : lowest;
+        const Choice first = tried[0];
+        Choice found = tried[lowest];
         for (int step = -1; spec.element == AFFINE && step <= 1; step += 2) {
-            found = better(found, choice(found.by.scale, std::min(std::max(found.by.zero + step, 0), (1 << spec.bits) - 1)));
+            const int32_t zero = std::min(std::max(found.by.zero + step, 0), (1 << spec.bits) - 1);
+            found = promising(found, choice(Scaling{found.by.scale, found.by.inverse, zero}));
         }
+        Choice least = better(first, found);
         for (int64_t i = 0; i < how.refinements; ++i) {
-            const float before = found.by.scale;
-            found = better(found, choice(stored(fitted(found.by)), found.by.zero));
-            if (found.by.scale == before) break;  // the next one would find the same
+            found = choice(found.fit, found.by.zero);
+            least = better(least, found);
         }
-        return found.by;
+        return least.by;
     }
 };
 
-void write(const Spec& spec, Scaling by, int64_t block, uint8_t* out) {
+void write(const Spec& spec, const Batch& batch, int64_t block, int64_t blocks, uint8_t* out) {
     uint8_t* at = out + spec.scales_offset;
     switch (spec.scale) {
-        case SCALE_FP32: write_scales<SCALE_FP32>(&by.scale, 1, at + 4 * block); break;
-        case SCALE_BF16: write_scales<SCALE_BF16>(&by.scale, 1, at + 2 * block); break;
-        case SCALE_FP16: write_scales<SCALE_FP16>(&by.scale, 1, at + 2 * block); break;
-        default: write_scales<SCALE_E8M0>(&by.scale, 1, at + block);
+        case SCALE_FP32: write_scales<SCALE_FP32>(batch.scale, blocks, at + 4 * block); break;
+        case SCALE_BF16: write_scales<SCALE_BF16>(batch.scale, blocks, at + 2 * block); break;
+        case SCALE_FP16: write_scales<SCALE_FP16>(batch.scale, blocks, at + 2 * block); break;
+        default: write_scales<SCALE_E8M0>(batch.scale, blocks, at + block);
     }
-    if (spec.element == AFFINE) out[spec.zeros_offset + block] = uint8_t(by.zero);
+    for (int64_t i = 0; spec.element == AFFINE && i < blocks; ++i) out[spec.zeros_offset + block + i] = uint8_t(batch.zero[i]);
+}
+
+// A block that does not end with a piece, continued with zeros that have no weight.
+struct Padded {
+    float *x, *weights;
+    int64_t count = 0;
+
+    Padded(const float* block, const float* importance, int64_t n, float* room) : x(room), count((n + PIECE - 1) / PIECE * PIECE) {
+        weights = room + count;
+        std::memcpy(x, block, size_t(n) * 4);
+        std::fill(x + n, x + count, 0.0f);
+        if (importance) std::memcpy(weights, importance, size_t(n) * 4);
+        else std::fill(weights, weights + n, 1.0f);
+        std::fill(weights + n, weights + count, 0.0f);
+    }
+};
+
+// Replaces the scales of the blocks of a batch by those that lose least.
+template <class Codes>
+void search_batch(const Spec& spec, const Codes& codes, const float* x, int64_t begin, int64_t count, const Search& how,
+                  float* room, Batch& batch) {
+    const int64_t size = spec.block_size;
+    for (int64_t g = 0; g * size < count; ++g) {
+        if (batch.inverse[g] == 0.0f) continue;  // not all of it is finite
+        const int64_t n = std::min(size, count - g * size);
+        const float* block = x + g * size;
+        const float* weights = how.importance ? how.importance + begin + g * size : nullptr;
+        const Scaling nearest{batch.scale[g], batch.inverse[g], batch.zero[g]};
+        Scaling by;
+        if (Codes::SMALL && n == PIECE / 2) {
+            by = Block<Codes, Codes::SMALL ? PIECE / 2 : PIECE>{spec, how, codes, block, weights, n}.best(nearest);
+        } else if (n % PIECE) {
+            const Padded padded(block, weights, n, room);
+            by = Block<Codes, PIECE>{spec, how, codes, padded.x, padded.weights, padded.count}.best(nearest);
+        } else {
+            by = Block<Codes, PIECE>{spec, how, codes, block, weights, n}.best(nearest);
+        }
+        batch.scale[g] = by.scale, batch.inverse[g] = by.inverse, batch.zero[g] = by.zero;
+    }
 }
 
 template <class Codes>
-void encode_blocks(const Spec& spec, const Kernels& k, Floats row, int64_t first, int64_t end, const Search& how, float* x,
-                   uint8_t* out) {
+void encode_blocks(const Spec& spec, const Kernels& k, Floats row, int64_t first, int64_t end, const Search& how,
+                   float* scratch, uint8_t* out) {
     Spec nearest = spec;  // codes are the nearest, whatever the codec does otherwise
     nearest.stochastic = 0;
     const Codes codes(spec);
     Batch batch;
-    for (int64_t block = first; block < end; ++block) {
-        const int64_t begin = block * spec.block_size, count = std::min(spec.block_size, spec.numel - begin);
-        k.measure(spec, row, begin, count, batch, 0);
-        k.settle(spec, batch, block, 1, count, out);
-        Scaling by{batch.scale[0], batch.inverse[0], batch.zero[0]};
-        if (by.inverse != 0.0f) {  // all of it is finite
-            const float* loaded = load(row, begin, count, x);
-            if (loaded != x) std::memcpy(x, loaded, size_t(count) * 4);
-            std::fill(x + count, x + (count + PIECE - 1) / PIECE * PIECE, 0.0f);
-            const float* weights = how.importance ? how.importance + begin : nullptr;
-            by = Block<Codes>{nearest, how, codes, x, weights, count}.best(by);
-            write(spec, by, block, out);
-        }
-        if constexpr (Codes::BITS != 0) {  // a table is set up once for all blocks
-            quantize_as<LEVELS, Codes::BITS>(nearest, x, begin, count, by, codes.table, Dice{0}, out);
-        } else {
-            k.quantize(nearest, row, begin, count, by, out, 0);
-        }
+    const int64_t size = spec.block_size, blocks = blocks_in_batch(size);
+    float* room = scratch + std::max(size, BATCH);
+    for (int64_t block = first; block < end; block += blocks) {
+        const int64_t begin = block * size, here = std::min(blocks, end - block);
+        const int64_t count = std::min(here * size, spec.numel - begin);
+        const float* x = load(row, begin, count, scratch);
+        if (count <= BATCH) measure_batch<Codes::ELEMENT>(x, count, size, batch);
+        else EncodeBlocks::measure_large<Codes::ELEMENT>(row, begin, count, batch, 0);
+        settle_batch<Codes::ELEMENT>(spec, batch, block, here, count - (here - 1) * size, out);
+        search_batch(nearest, codes, x, begin, count, how, room, batch);
+        write(spec, batch, block, here, out);
+        if (count <= BATCH) k.quantize_batch(nearest, row, begin, count, batch, out);
+        else k.quantize(nearest, row, begin, count, Scaling{batch.scale[0], batch.inverse[0], batch.zero[0]}, out, 0);
     }
 }
 
@@ -230,8 +209,8 @@ void encode(const Spec& spec, const Kernels& k, Floats row, int64_t first, int64
         case INT: return as(encode_blocks<Integers>);
         case AFFINE: return as(encode_blocks<Affine>);
         case SIGN: return as(encode_blocks<Signs>);
-        case E4M3: return as(encode_blocks<NarrowFloats<Fp8E4M3>>);
-        case E5M2: return as(encode_blocks<NarrowFloats<Fp8E5M2>>);
+        case E4M3: return as(encode_blocks<NarrowFloats<Fp8E4M3, E4M3>>);
+        case E5M2: return as(encode_blocks<NarrowFloats<Fp8E5M2, E5M2>>);
         default: with_bits(spec.bits, [&](auto bits) { as(encode_blocks<Places<decltype(bits)::value>>); });
     }
 }

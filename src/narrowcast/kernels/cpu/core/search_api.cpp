@@ -15,13 +15,13 @@ NC_EXPORT int32_t nc_encode_searched(
     const SearchKernels& searching = NC_CHOOSE(search, isa);
     const Search how{importance, factors, std::min(factor_count, Search::MOST), refinements};
     const Spec& spec = *of_rows;
-    const int64_t size = spec.block_size, padded = ceil_div(size, 64) * 64;
+    const int64_t size = spec.block_size;
     const int64_t blocks = std::max<int64_t>(1, CHUNK / size), parts = ceil_div(spec.blocks, blocks);
     return parallel(rows * parts, threads, [&](int64_t task) {
         const int64_t row = task / parts, first = task % parts * blocks, end = std::min(spec.blocks, first + blocks);
         uint8_t* to = out + row * out_stride;
         if (first == 0) clear_gaps(spec, to);
-        std::vector<float> scratch(static_cast<size_t>(padded));
+        std::vector<float> scratch(static_cast<size_t>(scratch_floats(size)));
         searching.encode(spec, encoding, row_of(data, dtype, stride, row), first, end, how, scratch.data(), to);
     });
 }
