@@ -99,6 +99,7 @@ def test_gptq_rounds_on_the_text_of_a_file(bert: Path, tmp_path: Path) -> None:
     options = ["--codec", "int4:block=16", "--rounding", "gptq", "--data", tmp_path / "text.txt"]
     result = run("quantize", bert, tmp_path / "out", *options)
     assert result.exit_code == 0, result.output
+    assert not list(tmp_path.glob(".*"))  # rows that were kept until the folder was written
     nearest = run("quantize", bert, tmp_path / "nearest", "--codec", "int4:block=16")
     assert nearest.exit_code == 0
     name = "encoder.layer.0.output.dense.weight"

@@ -16,7 +16,8 @@ A rounding takes the floats of a weight, a codec and statistics of the layer's i
     choice            the rounding that a caller names, and the one that a weight gets
     moments, losses   what is known of inputs; what a rounding loses on a layer's output
     batches, recording, sequence   data, inputs of weights while the model runs, the order in which weights are rounded
-    sums              embeddings whose rows are added
+    passes, resume    a batch through a model; rows that an interrupted call has rounded already
+    sums, output_losses   embeddings whose rows are added; what errors of a weight cost the model's output
     undo, progress    a model as it was; a bar on a terminal
 """
 
