@@ -89,11 +89,8 @@ def quantize_(
     if not allow_nonfinite:
         _refuse_nonfinite(weight for weight, _ in choices)
     batches = None if data is None and not chosen_rounding.needs_data else read_batches(data)
-    if batches is None and checkpoint is not None:
-        raise CalibrationError(
-            f"checkpoint={str(checkpoint)!r}: keeps rows that were rounded on data, and there is none. Pass data, or "
-            f"leave it out: without data weights are rounded in seconds. {UNCHANGED}"
-        )
+    if batches is None:
+        _refuse_checkpoint(checkpoint)
     with shown("rounding", len(choices), progress) as advance:
         if batches is None:
             entries = []
@@ -104,6 +101,14 @@ def quantize_(
             entries = _encode_on_data(model, choices, chosen_rounding, batches, checkpoint, advance)
     finish(model)
     return Report(entries, skips, compiled.unused)
+
+
+def _refuse_checkpoint(checkpoint: str | PathLike[str] | None) -> None:
+    if checkpoint is not None:
+        raise CalibrationError(
+            f"checkpoint={str(checkpoint)!r}: keeps rows that were rounded on data, and there is none. Pass data, or "
+            f"leave it out: without data weights are rounded in seconds. {UNCHANGED}"
+        )
 
 
 def dequantize_(model: nn.Module) -> nn.Module:
