@@ -83,7 +83,7 @@ def _without_padding(output: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _random_signs(like: Tensor, draws: torch.Generator) -> Tensor:
-    signs = torch.randint(2, like.shape, generator=draws, dtype=torch.int8)
+    signs = torch.randint(2, like.shape, generator=draws, dtype=torch.int8, device="cpu")
     return (2 * signs - 1).to(like)
 
 
