@@ -85,7 +85,7 @@ def test_a_block_that_is_not_finite_stays_nan_and_its_neighbours_stay(tmp_path: 
 
 
 def test_large_weights_are_packed_in_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrowcast.codecs.sensitivity.TILE", 1000)
+    monkeypatch.setattr("narrowcast.codecs.tiles.TILE", 1000)
     rows = encode_rows(random(37, 192), "int4")
     export({"layer.weight": rows}, tmp_path / "out")
     assert torch.equal(decoded(tmp_path / "out", "layer"), rows.decode())

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,10 +91,10 @@ def test_a_meeting_and_its_connections_take_the_same_few_requests_however_many_r
     connected = _in_threads(world, meet)
     for _, store in boards:
         looks = store.counts.pop("check")
-        sets = store.counts.pop("set")
-        assert store.counts == {"add": 1, "wait": 1, "multi_get": 1, "clone": 1}
+        news = store.counts.pop("compare_set", 0)
+        assert store.counts == {"set": 2, "add": 1, "get": 1, "wait": 1, "multi_get": 1, "clone": 1}
         assert looks < 40, "while others were on their way, on a busy machine"
-        assert sets in (2, 3), "who comes last tells the others"
+        assert news in (0, 1), "who comes last tells the others"
     rows = torch.zeros(world, 8, dtype=torch.uint8)
     receives = [connected[0].receive(rows[peer], peer, 7) for peer in range(1, world)]
     for peer in range(1, world):
@@ -129,6 +130,38 @@ def test_a_failure_ends_a_meeting_at_once_and_one_that_comes_later_too() -> None
     assert boards[0][0].meet(0, threading.Event()) == "the other ranks gave up"
     assert boards[1][0].meet(0, threading.Event()) == "the other ranks gave up"
     assert time.monotonic() - start < within(2.0)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "hash", "file"])
+def test_what_fails_when_all_have_come_does_not_part_those_who_have_seen_it_from_those_who_have_not(
+    kind: str, tmp_path: Path
+) -> None:
+    """Were one to leave, the other would wait in vain for its address, and it for the other in the next meeting."""
+    store = {
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False),
+        "hash": dist.HashStore,
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 2),
+    }[kind]()
+    first, second = (Board("test", _alive(store), rank, range(2), timedelta(seconds=20)) for rank in range(2))
+    page, slow = second.page(0), threading.Event()
+
+    class Slow:
+        """The second rank's page, that answers whether there are news only once it is let."""
+
+        def check(self, keys: list[str]) -> bool:
+            return slow.wait(20) and page.check(keys)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(page, name)
+
+    second.page = lambda generation: Slow()  # type: ignore[assignment,method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(second.meet, 0, threading.Event())
+        assert first.meet(0, threading.Event()) == ""
+        first.report(0, Failure("raised", 0, 0, 1, "send", "a reason"))
+        slow.set()
+        assert late.result() == ""
+    assert Failure.from_bytes(page.get("failure")).reason == "a reason", "and each learns of it from the connections"
 
 
 def test_a_meeting_of_a_group_that_is_destroyed_ends() -> None:

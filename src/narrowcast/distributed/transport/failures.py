@@ -34,8 +34,9 @@ RARE_LOOK_SECONDS = 0.5
 """The longest time between two looks at the store, while others do not come. (`wait` of a store would hold up whoever
 else has something to say on the same connection, and torch warns when its time is over.)"""
 
-_NEWS = "news"
-"""The key that is set when all ranks have come, or one has failed."""
+_NEWS, _MET, _FAILED = "news", "met", "failed"
+"""The key that is set once, when all ranks have come or when one has failed, and what it then says. Whichever is first
+holds for all ranks: were each to look by itself, one could wait for the address of another that has left."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class Board:
                     return
                 page.set(f"here/{self.rank}", "1")
                 if page.add("arrived", 1) == len(self.ranks):
-                    page.set(_NEWS, "1")
+                    page.compare_set(_NEWS, "", _MET)
                 while not page.check([_NEWS]):
                     if time.monotonic() >= late:
                         missing[:] = [self.ranks[i] for i in _missing(page, range(len(self.ranks)))]
@@ -169,7 +170,7 @@ class Board:
                     if over.is_set():
                         return
                     pause = min(RARE_LOOK_SECONDS, 1.5 * pause, max(0.05, late - time.monotonic()))
-                verdicts.append("the other ranks gave up" if page.check(["failure"]) else "")
+                verdicts.append("" if page.get(_NEWS) == _MET.encode() else "the other ranks gave up")
 
         looking = threading.Thread(target=look, name="narrowcast store", daemon=True)
         looking.start()
@@ -194,7 +195,7 @@ class Board:
             if pause and not page.check(["failure"]):
                 believed = self._traced(page, failure, pause)
             first = bytes(page.compare_set("failure", "", believed.to_bytes().decode()))
-            page.set(_NEWS, "1")
+            page.compare_set(_NEWS, "", _FAILED)
             return first
 
         return Failure.from_bytes(self._briefly(write, failure.to_bytes(), pause))
