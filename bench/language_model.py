@@ -1,6 +1,6 @@
 """A language model that learned for real, and what each rounding leaves of it: perplexity on text that it never saw.
 
-    PYTHONPATH=src python bench/language_model.py train --folder /tmp/lm            # on a GPU, 85M parameters
+    PYTHONPATH=src python bench/language_model.py train --folder /tmp/lm            # on a GPU, 59M parameters
     PYTHONPATH=src python bench/language_model.py quantize --folder /tmp/lm --out bench/results
     PYTHONPATH=src python bench/language_model.py train --folder /tmp/tiny --size tiny --steps 200   # on a CPU, minutes
 
@@ -10,19 +10,23 @@ perplexity, per byte, is that of held-out text. Training runs in bf16 autocast o
 cosine, from one seed; it saves a checkpoint every SAVE steps, and resumes from it when it is started again with the
 same arguments. Its loss is printed as it falls.
 
-`quantize` calibrates gptq on training text, quantizes a copy for each codec and rounding, and prints perplexities
-beside the float model's, with seconds and the peak of memory.
+`quantize` calibrates gptq on training text, quantizes the linear layers of a copy for each codec and rounding, and
+prints perplexities beside the float model's and those of rivals that are installed (language_model_rivals.py), with
+bits a weight, seconds and the peak of memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
+import itertools
 import json
 import math
 import resource
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +34,24 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
+from language_model_rivals import installed, round_by
 from machine import facts
 from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, stdlib_text
 
 SIZES = {
     "tiny": GPTConfig(layers=4, width=128, heads=4, context=128),
-    "full": GPTConfig(layers=12, width=768, heads=12, context=512),
+    "full": GPTConfig(layers=12, width=640, heads=10, context=512),
 }
 RATES = {"tiny": 2e-3, "full": 6e-4}
 BATCHES = {"tiny": 16, "full": 64}
 SAVE = 500
 ENDINGS = (".py", ".md", ".rst", ".txt")
-CODECS = ("int4:block=64", "nf4", "int3")
-TARGETS = {("int4:block=64", "gptq"): 0.005, ("int4:block=64", "search"): 0.01, ("int3", "gptq"): 0.03}
+CODECS = ("int4:block=64", "int4:block=128", "nf4", "int3:block=64")
+LAYERS = {"symbols|positions": None}
+"""Embeddings stay as they are: rivals have codecs for linear layers only."""
+TARGETS = {("int4:block=64", "gptq"): 0.005, ("int4:block=64", "search"): 0.01, ("int3:block=64", "gptq"): 0.03}
 """How far above the float model's perplexity issue 19 allows."""
+Row = dict[str, Any]
 
 
 def text_of_packages(limit: int) -> Tensor:
@@ -86,7 +94,9 @@ def train(arguments: argparse.Namespace) -> None:
     config, path = SIZES[arguments.size], arguments.folder / "checkpoint.pt"
     model = ByteGPT(config, seed=0).to(device)
     rate = RATES[arguments.size]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
+    )
     learned, held_out = texts(arguments.size)
     first = 0
     if path.exists():
@@ -98,13 +108,14 @@ def train(arguments: argparse.Namespace) -> None:
     drawn = batches(learned, config.context, BATCHES[arguments.size], seed=1)
     for _ in range(first):  # the same windows as if it had not stopped
         next(drawn)
+    compiled = torch.compile(model) if device.type == "cuda" else model
     start = time.perf_counter()
     for step in range(first, arguments.steps):
         for group in optimizer.param_groups:
             group["lr"] = rate * min((step + 1) / 200, 0.5 + 0.5 * math.cos(math.pi * step / arguments.steps) + 0.05)
         inputs, targets = (part.to(device, non_blocking=True) for part in next(drawn))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits = model(inputs)
+            logits = compiled(inputs)
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -130,7 +141,7 @@ def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: 
 
 
 def quantize(arguments: argparse.Namespace) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = SIZES[arguments.size]
     saved = torch.load(arguments.folder / "checkpoint.pt", map_location=device)
     model = ByteGPT(config).to(device).eval()
@@ -138,44 +149,65 @@ def quantize(arguments: argparse.Namespace) -> None:
     model = model.bfloat16() if device.type == "cuda" else model
     learned, held_out = texts(arguments.size)
     samples = batches(learned, config.context, 8, seed=2)
-    data = [next(samples)[0] for _ in range(arguments.samples // 8)]
+    data = [next(samples)[0].to(device) for _ in range(arguments.samples // 8)]
+
+    def judged(name: str, rounding: str, work: Callable[[nn.Module], float]) -> Row:
+        rounded = copy.deepcopy(model)
+        seconds, memory, bits = measured(lambda: work(rounded), device)
+        found = perplexity(rounded, held_out, config.context, device, arguments.windows)
+        row = {"codec": name, "rounding": rounding, "bits": bits, "perplexity": found, "loss": found / exact - 1}
+        print(_line(row := {**row, "seconds": seconds, "GB": memory}), flush=True)
+        return row
+
     exact = perplexity(model, held_out, config.context, device, arguments.windows)
-    rows: list[dict[str, Any]] = [{"codec": "float", "rounding": "", "perplexity": exact, "loss": 0.0, "seconds": 0.0}]
-    for codec in CODECS:
-        for rounding in ("nearest", "search", "gptq"):
-            rounded = copy.deepcopy(model)
-            start = time.perf_counter()
-            nc.quantize_(rounded, codec, rounding=rounding, data=data if rounding == "gptq" else None)
-            seconds = time.perf_counter() - start
-            found = perplexity(rounded, held_out, config.context, device, arguments.windows)
-            row = {"codec": codec, "rounding": rounding, "perplexity": found, "loss": found / exact - 1}
-            rows.append({**row, "seconds": seconds})
-            print(_line(rows[-1]), flush=True)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    rows = [judged("float", "", lambda rounded: 8 * rounded.following.weight.element_size())]  # type: ignore[union-attr,operator]
+    for codec, rounding in itertools.product(CODECS, ("nearest", "search", "gptq")):
+        rows.append(judged(codec, rounding, functools.partial(_ours, codec, rounding, data)))
+    for name, trip in installed().items():
+        rows.append(judged(name, "its own", functools.partial(round_by, trip)))
     about = facts(data=f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {saved['step']} steps")
-    about["peak memory"] = f"{memory:.2f} GB on the CPU"
-    lines = [
-        "# What each rounding leaves of a language model",
-        "",
-        *(f"- {key}: {value}" for key, value in about.items()),
-    ]
-    lines += [
-        "",
-        "| codec | rounding | perplexity per byte | above float | seconds | target |",
-        "|---|---|---:|---:|---:|---|",
-    ]
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "language_model.md").write_text("\n".join([*lines, *map(_line, rows)]) + "\n")
-        values = {"machine": about, "rows": rows}
-        (arguments.out / "language_model.json").write_text(json.dumps(values, indent=1) + "\n")
+        _write(arguments.out, f"language_model-{device.type}", about, rows)
 
 
-def _line(row: dict[str, Any]) -> str:
+def _ours(codec: str, rounding: str, data: list[Tensor], model: nn.Module) -> float:
+    given = data if rounding == "gptq" else None
+    shapes = [module.weight.shape for module in model.modules() if isinstance(module, nn.Linear)]
+    nc.quantize_(model, codec, rounding=rounding, data=given, rules=LAYERS)
+    stored = sum(rows * nc.codec(codec).row_bytes(columns) for rows, columns in shapes)
+    return 8 * stored / sum(shape.numel() for shape in shapes)
+
+
+def measured(work: Callable[[], float], device: torch.device) -> tuple[float, float, float]:
+    """Seconds, GB at the peak (on a GPU beyond those before; else the process's so far), and what it returns."""
+    before = 0
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    start = time.perf_counter()
+    bits = work()
+    if device.type != "cuda":
+        return time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, bits
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, (torch.cuda.max_memory_allocated() - before) / 1e9, bits
+
+
+def _write(folder: Path, name: str, about: dict[str, Any], rows: list[Row]) -> None:
+    lines = ["# What each rounding leaves of a language model", ""]
+    lines += [*(f"- {key}: {value}" for key, value in about.items()), ""]
+    lines += ["| codec | rounding | bits | perplexity per byte | above float | seconds | GB | asked |"]
+    lines += ["|---|---|---:|---:|---:|---:|---:|---|"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text("\n".join([*lines, *map(_line, rows)]) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+
+
+def _line(row: Row) -> str:
     target = TARGETS.get((row["codec"], row["rounding"]))
     verdict = "" if target is None else f"<= {target:.1%}: {'ok' if row['loss'] <= target else 'MISSED'}"
-    figures = f"{row['perplexity']:.4f} | {row['loss']:+.2%} | {row['seconds']:.1f}"
-    return f"| {row['codec']} | {row['rounding']} | {figures} | {verdict} |"
+    figures = f"{row['perplexity']:.4f} | {row['loss']:+.2%} | {row['seconds']:.1f} | {row['GB']:.2f}"
+    return f"| {row['codec']} | {row['rounding']} | {row['bits']:.3f} | {figures} | {verdict} |"
 
 
 def main() -> None:
@@ -183,10 +215,11 @@ def main() -> None:
     parser.add_argument("action", choices=["train", "quantize"])
     parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint lies")
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--steps", type=int, default=20000)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--samples", type=int, default=128, help="windows that gptq is calibrated on")
     parser.add_argument("--windows", type=int, default=512, help="windows of held-out text that are judged")
-    parser.add_argument("--out", type=Path, help="write language_model.md and language_model.json into this folder")
+    parser.add_argument("--device", default="", help="where to quantize; the GPU where there is one")
+    parser.add_argument("--out", type=Path, help="write language_model-cuda.md and .json (or -cpu) into this folder")
     arguments = parser.parse_args()
     (train if arguments.action == "train" else quantize)(arguments)
 
