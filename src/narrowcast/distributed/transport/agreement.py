@@ -62,7 +62,7 @@ class Call:
             text += f" sending {list(self.send)}, expecting {list(self.receive)}"
         return text
 
-    @property
+    @functools.cached_property
     def key(self) -> bytes | None:
         """The same on all ranks that agree, and for all calls alike; None where no rank knows by itself what is."""
         return None if self.sizes is None else _key(self.op, self.codec, self.words, self.sizes)
