@@ -51,7 +51,7 @@ def sample(rank: int, numel: int, seed: int = 0) -> torch.Tensor:
 def _as_on_the_cpu(rank: int) -> None:
     """Every collective in every codec gives what the same one gives over gloo, to the bit where ownership is alike."""
     world = dist.get_world_size()
-    together.PLAIN_NUMEL = 0  # else small tensors of all_reduce would go as they are
+    together.PLAIN_BYTES = together.PLAIN_RAW_BYTES = 0  # else small tensors of all_reduce would go as they are
     for codec, numel in itertools.product(CODECS, SIZES):
         both: list[list[torch.Tensor]] = []
         for device in ("cuda", "cpu"):
@@ -89,10 +89,9 @@ def test_collectives_over_nccl_give_the_bits_that_gloo_gives(world: int) -> None
 def _small(rank: int) -> None:
     """A small tensor is summed as it is, whatever the codec, and counted so."""
     world = dist.get_world_size()
-    kinds = itertools.product(
-        (1, 1000, together.PLAIN_NUMEL), (torch.float32, torch.float64, torch.float16, torch.bfloat16), (False, True)
-    )
-    for numel, dtype, async_op in kinds:
+    dtypes = torch.float32, torch.float64, torch.float16, torch.bfloat16
+    for nbytes, dtype, async_op in itertools.product((8, 8000, together.PLAIN_BYTES), dtypes, (False, True)):
+        numel = nbytes // max(4, dtype.itemsize)
         for codec, op in (("int8", dist.ReduceOp.SUM), ("sign", dist.ReduceOp.AVG)):
             x = sample(rank, numel).to("cuda", dtype)
             ncd.all_reduce(x.clone(), op, codec=codec)
@@ -105,12 +104,14 @@ def _small(rank: int) -> None:
             right = terms.sum(0) / (1 if op == dist.ReduceOp.SUM else world)
             # As in protocols/test_together.py: one rounding per addition, and those of the division and the result.
             wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-            bound = world * wide * terms.abs().sum(0) + torch.finfo(dtype).eps / 2 * right.abs() + 1e-7
+            narrow = torch.finfo(dtype)
+            half_step = narrow.eps / 2 * right.abs().clamp(narrow.tiny)  # below `tiny`, steps get no smaller
+            bound = world * wide * terms.abs().sum(0) + half_step
             assert bool(((x.cpu().double() - right).abs() <= bound).all()), (numel, dtype, codec)
             everyone = [torch.empty_like(x) for _ in range(world)]
             dist.all_gather(everyone, x)
             assert all(torch.equal(each, x) for each in everyone), (numel, dtype, codec)
-    y = torch.ones(together.PLAIN_NUMEL + 1, device="cuda")
+    y = torch.ones(together.PLAIN_BYTES // 4 + 1, device="cuda")
     y[0] = 1e-3  # of a block of ones: int4 makes it zero
     ncd.all_reduce(y, codec="int4")
     assert float(y[0]) == 0.0

@@ -18,6 +18,7 @@ from narrowcast.distributed.protocols import together
 from narrowcast.distributed.protocols.together import in_one_stage
 from narrowcast.distributed.transport import nccl
 from narrowcast.distributed.transport.group import group_for
+from narrowcast.distributed.transport.nccl import NcclWire
 from narrowcast.errors import MismatchError
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,7 +33,7 @@ def _reduced(rank: int) -> None:
     nccl_stand_in.use()
     nccl.HALVED = 1000  # so that long rows go in two halves here
     together.SPARE_BYTES = 4000  # and not only small tensors in two stages
-    together.PLAIN_NUMEL = 0  # and none as it is
+    together.PLAIN_BYTES = together.PLAIN_RAW_BYTES = 0  # and none as it is
     world = dist.get_world_size()
     group = group_for(dist.group.WORLD, torch.device("cpu"))
     for turn in range(2):  # the second time with what the first one prepared
@@ -61,7 +62,7 @@ def test_sums_are_those_made_by_hand(world: int) -> None:
 
 def _counted(rank: int) -> int:
     nccl_stand_in.use()
-    together.PLAIN_NUMEL = 4095
+    together.PLAIN_BYTES = 4 * 4095
     ncd.all_reduce(torch.ones(4096), codec="int8")
     ncd.reset_stats()
     ncd.all_reduce(torch.ones(4096), codec="int8")
@@ -75,16 +76,17 @@ def test_bytes_are_counted() -> None:
 
 # -- small tensors ----------------------------------------------------------------------------------------------------
 
-SMALL = (0, 1, 1000, together.PLAIN_NUMEL)
+LARGEST = together.PLAIN_BYTES // 4
 
 
 def _as_it_is(rank: int) -> list[torch.Tensor]:
     """A small tensor is summed in its own numbers, whatever the codec; one element more, and it is quantized."""
     nccl_stand_in.use()
     world, sums = dist.get_world_size(), []
-    for numel, dtype in itertools.product(SMALL, (torch.float32, torch.float64, torch.float16, torch.bfloat16)):
-        for codec, op in (("int8", dist.ReduceOp.SUM), ("sign", dist.ReduceOp.AVG), ("int4:stochastic=true", "avg")):
-            op = dist.ReduceOp.AVG if op == "avg" else op
+    dtypes = torch.float32, torch.float64, torch.float16, torch.bfloat16
+    for nbytes, dtype in itertools.product((0, 8, 8000, together.PLAIN_BYTES), dtypes):
+        numel = nbytes // max(4, dtype.itemsize)
+        for codec, op in itertools.product(("sign", "int4:stochastic=true"), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
             x = sample(rank, numel, dtype)
             ncd.reset_stats()
             ncd.all_reduce(x, op, codec=codec)
@@ -93,14 +95,16 @@ def _as_it_is(rank: int) -> list[torch.Tensor]:
             # A sum of `world` terms in fp32 (fp64) has `world - 1` roundings, of no more than the sum of magnitudes
             # each; then come those of the division and of the result's dtype.
             wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-            bound = world * wide * terms.abs().sum(0) + torch.finfo(dtype).eps / 2 * right.abs() + 1e-7
+            narrow = torch.finfo(dtype)
+            half_step = narrow.eps / 2 * right.abs().clamp(narrow.tiny)  # below `tiny`, steps get no smaller
+            bound = world * wide * terms.abs().sum(0) + half_step
             assert bool(((x.double() - right).abs() <= bound).all()), (numel, dtype, codec)
             told = ncd.stats()["all_reduce"]
             headers = 32 * (world - 1)  # each of these calls is the first of its kind
             width = max(4, x.element_size())
             assert told.sent_bytes == 2 * (world - 1) * width * numel // world + headers
             sums.append(x)
-    y = torch.full((together.PLAIN_NUMEL + 1,), 1.0)
+    y = torch.full((LARGEST + 1,), 1.0)
     y[0] = 1e-3  # of a block of ones: int4 makes it zero
     ncd.all_reduce(y, codec="int4")
     assert float(y[0]) == 0.0
@@ -136,14 +140,14 @@ def test_small_halves_add_up_in_fp32_and_tensors_of_inference_mode_too() -> None
 def _at_the_edge(rank: int) -> str:
     """Ranks of which one would send its tensor as it is, and the other a row."""
     nccl_stand_in.use()
-    ncd.all_reduce(torch.ones(together.PLAIN_NUMEL), codec="int8")
-    error, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(together.PLAIN_NUMEL + 1 + rank)[rank:], codec="int8"))
+    ncd.all_reduce(torch.ones(LARGEST), codec="int8")
+    error, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(LARGEST + 1 + rank)[rank:], codec="int8"))
     assert error is None  # both have one element more than goes as it is
-    error, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(together.PLAIN_NUMEL + 1 - rank), codec="int4"))
+    error, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(LARGEST + 1 - rank), codec="int4"))
     assert type(error) is MismatchError
     other, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(500), codec=("int8", "int4")[rank]))
     assert type(other) is MismatchError
-    x = torch.ones(together.PLAIN_NUMEL)
+    x = torch.ones(LARGEST)
     ncd.all_reduce(x, codec="int8")
     assert float(x[3]) == 2.0
     return f"{error} {other}"
@@ -152,7 +156,7 @@ def _at_the_edge(rank: int) -> str:
 def test_ranks_that_disagree_about_a_small_tensor_are_told() -> None:
     first, second = run(2, _at_the_edge, timeout=55, group_timeout=20)
     assert first == second
-    assert f"numel={together.PLAIN_NUMEL + 1}" in first
+    assert f"numel={LARGEST + 1}" in first
     assert "codec=int4" in first
 
 
@@ -171,3 +175,26 @@ def _drawn_over_gloo(rank: int) -> float:
 
 def test_a_stochastic_codec_draws_its_seed_for_a_small_tensor_too() -> None:
     assert run(2, _drawn, timeout=55) == run(2, _drawn_over_gloo, timeout=55)
+
+
+def _raw(rank: int) -> list[int]:
+    """How many tensors went as they are, after each of two calls."""
+    nccl_stand_in.use()
+    went, plain = [], NcclWire.add_up
+
+    def add_up(self: NcclWire, tensor: torch.Tensor) -> None:
+        went.append(tensor)
+        plain(self, tensor)
+
+    NcclWire.add_up = add_up  # type: ignore[method-assign]
+    counts = []
+    for numel in (together.PLAIN_RAW_BYTES // 4, together.PLAIN_RAW_BYTES // 4 + 1):
+        x = torch.full((numel,), float(rank + 1))
+        ncd.all_reduce(x, dist.ReduceOp.AVG, codec="raw")
+        assert torch.equal(x, torch.full_like(x, 1.5))
+        counts.append(len(went))
+    return counts
+
+
+def test_raw_goes_as_it_is_up_to_where_two_communicators_are_faster() -> None:
+    assert run(2, _raw, timeout=55) == [[1, 1]] * 2
