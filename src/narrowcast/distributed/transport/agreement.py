@@ -68,6 +68,10 @@ class Call:
         return None if self.sizes is None else _key(self.op, self.codec, self.words, self.sizes)
 
 
+alike = functools.lru_cache(maxsize=1024)(Call)
+"""One `Call` for all that are alike, so that its key is made once."""
+
+
 class Header:
     """What a rank says of its call, as the `number`th one of its lane: `data` always, the statement where it must.
 
