@@ -2,11 +2,14 @@
 
     python bench/nccl.py                        2 and 4 ranks: tables
     ... --ranks 2  --sizes 64,1024  --out FOLDER
+    ... --host                                  what a call of each size holds the host up for (nccl_host.py)
 
 The ranks share the GPU by MPS, and NCCL takes its sockets over loopback (tests/distributed/one_gpu.py): its speed is
 that of the processors, a few GB/s. `one` is a call with the GPU waited for, `row` a call of several in a row, `host`
 how long the host was at it, in ms, each a median over the rounds. `x NCCL` is how many times faster than NCCL's fp32
-in a row. `hidden` is the share of a 64 MB reduction that takes no time beside matmuls of as much as ten times its own.
+in a row. `hidden` is the share of a 64 MB reduction that takes no time beside matmuls: 1 - (both - matmuls) / alone,
+the median of the rounds, and half of what the middle half of them spans. The matmuls take little longer than the
+longest reduction, since their own time varies by a percent: of 130 ms of them, that is a third of a reduction of int8.
 """
 
 from __future__ import annotations
@@ -33,12 +36,15 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "src"), str(HERE.parent / "tests" /
 
 import one_gpu  # noqa: E402
 
+import nccl_host  # noqa: E402
 from machine import sentence  # noqa: E402
 from narrowcast import distributed as ncd  # noqa: E402
 
 CONTENDERS = ("NCCL", "raw", "int8", "int4")
 ROUNDS = 7
 HIDDEN_MB = 64
+HIDDEN_ROUNDS = 24
+MATMULS = 12
 
 
 def reduce(contender: str, tensor: torch.Tensor, async_op: bool = False) -> Any:
@@ -75,24 +81,27 @@ def meet() -> None:
 
 
 def hidden(contender: str) -> dict[str, float]:
-    """Milliseconds of matmuls alone, of a reduction alone, and of both."""
+    """Milliseconds of matmuls alone, of a reduction alone, and of both; the share that is hidden, and its spread."""
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     tensor = torch.randn(HIDDEN_MB << 18, device="cuda")
     seconds: dict[str, list[float]] = {"matmuls": [], "alone": [], "both": []}
-    for round_ in range(ROUNDS + 1):
+    for round_ in range(HIDDEN_ROUNDS + 1):
         for what, values in seconds.items():
             tensor.normal_()
             meet()
             start = time.perf_counter()
             work = None if what == "matmuls" else reduce(contender, tensor, async_op=True)
-            for _ in range(0 if what == "alone" else 40):
+            for _ in range(0 if what == "alone" else MATMULS):
                 torch.mm(matrix, matrix)
             if work is not None:
                 work.wait()
             torch.cuda.synchronize()
             if round_:
                 values.append(1e3 * (time.perf_counter() - start))
-    return {what: statistics.median(values) for what, values in seconds.items()}
+    medians = {what: statistics.median(values) for what, values in seconds.items()}
+    lost = [both - matmuls for both, matmuls in zip(seconds["both"], seconds["matmuls"], strict=True)]
+    first, middle, last = (1.0 - quartile / medians["alone"] for quartile in statistics.quantiles(lost, n=4))
+    return {**medians, "hidden": middle, "spread": (first - last) / 2}
 
 
 def rank_main(given: argparse.Namespace) -> None:
@@ -100,27 +109,32 @@ def rank_main(given: argparse.Namespace) -> None:
     torch.cuda.set_device(0)
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("nccl", rank=rank, world_size=world, timeout=limit, device_id=torch.device("cuda", 0))
-    results = []
-    for kb in given.sizes:
+    results: list[dict[str, Any]] = []
+    for kb in given.sizes if given.host else ():
+        for codec in ("raw", "int8"):
+            results.append({"ranks": world, "kb": kb, "contender": codec, "host": nccl_host.pieces(kb, codec)})
+        results[-1]["profile"] = nccl_host.profiled(kb, codec)
+    for kb in () if given.host else given.sizes:
         tensor = torch.randn(kb * 256, device="cuda")
         for contender in CONTENDERS:
             tensor.normal_()
             times = timed(functools.partial(reduce, contender, tensor), 10 if kb < 5000 else 3)
             results.append({"ranks": world, "kb": kb, "contender": contender, **times})
-    for contender in CONTENDERS:
+    for contender in () if given.host or not given.overlap else CONTENDERS:
         results.append({"ranks": world, "contender": contender, **hidden(contender)})
     if rank == 0:
         print("RESULT" + json.dumps(results), flush=True)
     dist.destroy_process_group()
 
 
-def measure(ranks: int, sizes: list[int]) -> list[dict[str, Any]]:
+def measure(ranks: int, given: argparse.Namespace) -> list[dict[str, Any]]:
     """Start the ranks, and return what the first one says."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, __file__, "--sizes", ",".join(map(str, sizes))]
+    command = [sys.executable, __file__, "--sizes", ",".join(map(str, given.sizes))]
+    command += ["--host"] * given.host + ["--no-overlap"] * (not given.overlap)
     processes = [
         subprocess.Popen(
             command,
@@ -148,10 +162,17 @@ def markdown(results: list[dict[str, Any]]) -> str:
     lines += ["", "| ranks | | matmuls | alone | both | hidden |", "|--:|---|--:|--:|--:|--:|"]
     for r in results:
         if "both" in r:
-            share = (r["matmuls"] + r["alone"] - r["both"]) / r["alone"]
             times = " | ".join(f"{r[name]:.1f}" for name in ("matmuls", "alone", "both"))
-            lines.append(f"| {r['ranks']} | {r['contender']} | {times} | {share:.0%} |")
+            lines.append(f"| {r['ranks']} | {r['contender']} | {times} | {r['hidden']:.0%} ± {r['spread']:.0%} |")
     return "\n".join(lines) + "\n"
+
+
+def of_host(results: list[dict[str, Any]]) -> str:
+    lines = ["| ranks | KB of fp32 | | piece | us |", "|--:|--:|---|---|--:|"]
+    for r in results:
+        for piece, time_ in r["host"].items():
+            lines.append(f"| {r['ranks']} | {r['kb']} | {r['contender']} | {piece} | {time_:.1f} |")
+    return "\n".join(lines) + "\n\n" + "\n\n".join(r["profile"] for r in results if "profile" in r) + "\n"
 
 
 def main() -> None:
@@ -159,6 +180,8 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--sizes", default="64,1024,8192,32768", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--out", type=Path, help="folder for nccl.md and nccl.json")
+    parser.add_argument("--host", action="store_true", help="what a call holds the host up for, and nothing else")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
     given = parser.parse_args()
     if "RANK" in os.environ:
         rank_main(given)
@@ -170,15 +193,16 @@ def main() -> None:
             print(
                 "no nvidia-cuda-mps-control here: ranks take turns on the GPU, and times say nothing", file=sys.stderr
             )
-        results = [result for ranks in given.ranks for result in measure(ranks, given.sizes)]
-    table = markdown(results)
+        results = [result for ranks in given.ranks for result in measure(ranks, given)]
+    table = of_host(results) if given.host else markdown(results)
     print(table)
     if given.out:
         head = f"# all_reduce over NCCL, several ranks on one GPU\n\n{sentence()}. Command: `{' '.join(sys.argv)}`. "
         head += "What the columns mean stands at the top of bench/nccl.py.\n\n"
         given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "nccl.md").write_text(head + table)
-        (given.out / "nccl.json").write_text(json.dumps(results, indent=1))
+        name = "nccl-host" if given.host else "nccl"
+        (given.out / f"{name}.md").write_text(head + table)
+        (given.out / f"{name}.json").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

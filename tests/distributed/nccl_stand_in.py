@@ -34,6 +34,10 @@ class StandIn:
             return [work.wait() for work in works]
         return SimpleNamespace(wait=lambda: [work.wait() for work in works])
 
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
+        work = self._group.allreduce(tensors)
+        return work.wait() if options is not None and not options.asyncOp else work
+
     def abort(self) -> None:
         pass
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
 from narrowcast import distributed as ncd
+from narrowcast.distributed.protocols import together
 from narrowcast.distributed.protocols.together import in_one_stage
 from narrowcast.distributed.transport.group import group_for
 from narrowcast.distributed.transport.nccl import HALVED, NcclWire
@@ -50,6 +51,7 @@ def sample(rank: int, numel: int, seed: int = 0) -> torch.Tensor:
 def _as_on_the_cpu(rank: int) -> None:
     """Every collective in every codec gives what the same one gives over gloo, to the bit where ownership is alike."""
     world = dist.get_world_size()
+    together.PLAIN_BYTES = together.PLAIN_RAW_BYTES = 0  # else small tensors of all_reduce would go as they are
     for codec, numel in itertools.product(CODECS, SIZES):
         both: list[list[torch.Tensor]] = []
         for device in ("cuda", "cpu"):
@@ -82,6 +84,42 @@ def _as_on_the_cpu(rank: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_collectives_over_nccl_give_the_bits_that_gloo_gives(world: int) -> None:
     run(world, _as_on_the_cpu, nccl=True, timeout=280, group_timeout=200)
+
+
+def _small(rank: int) -> None:
+    """A small tensor is summed as it is, whatever the codec, and counted so."""
+    world = dist.get_world_size()
+    dtypes = torch.float32, torch.float64, torch.float16, torch.bfloat16
+    for nbytes, dtype, async_op in itertools.product((8, 8000, together.PLAIN_BYTES), dtypes, (False, True)):
+        numel = nbytes // max(4, dtype.itemsize)
+        for codec, op in (("int8", dist.ReduceOp.SUM), ("sign", dist.ReduceOp.AVG)):
+            x = sample(rank, numel).to("cuda", dtype)
+            ncd.all_reduce(x.clone(), op, codec=codec)
+            ncd.reset_stats()
+            work = ncd.all_reduce(x, op, codec=codec, async_op=async_op)
+            if work is not None:
+                work.wait()
+            assert ncd.stats()["all_reduce"].sent_bytes == 2 * (world - 1) * max(4, x.element_size()) * numel // world
+            terms = torch.stack([sample(peer, numel).to(dtype) for peer in range(world)]).double()
+            right = terms.sum(0) / (1 if op == dist.ReduceOp.SUM else world)
+            # As in protocols/test_together.py: one rounding per addition, and those of the division and the result.
+            wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+            narrow = torch.finfo(dtype)
+            half_step = narrow.eps / 2 * right.abs().clamp(narrow.tiny)  # below `tiny`, steps get no smaller
+            bound = world * wide * terms.abs().sum(0) + half_step
+            assert bool(((x.cpu().double() - right).abs() <= bound).all()), (numel, dtype, codec)
+            everyone = [torch.empty_like(x) for _ in range(world)]
+            dist.all_gather(everyone, x)
+            assert all(torch.equal(each, x) for each in everyone), (numel, dtype, codec)
+    y = torch.ones(together.PLAIN_BYTES // 4 + 1, device="cuda")
+    y[0] = 1e-3  # of a block of ones: int4 makes it zero
+    ncd.all_reduce(y, codec="int4")
+    assert float(y[0]) == 0.0
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_small_tensor_goes_as_it_is_over_nccl_and_all_ranks_get_the_same_bits(world: int) -> None:
+    run(world, _small, nccl=True, timeout=100, group_timeout=60)
 
 
 def _uneven(rank: int) -> None:

@@ -9,6 +9,7 @@ and the ways to agree and to send.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -52,11 +53,15 @@ class Collective:
         self.call = call
         self.name = name or call.op
         self.rank, self.size = group.rank, group.size
-        self.targets = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._protocol = protocol
         self._plain_bytes = plain_bytes
         self._seed = derive_seed(seed, group.ranks[group.rank]) if call.codec.stochastic else 0
         self._turn = 0
+
+    @functools.cached_property
+    def targets(self) -> list[int]:
+        """The other ranks, in the order in which this one sends to them."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     @property
     def sent_bytes(self) -> int:
@@ -71,8 +76,7 @@ class Collective:
         def job() -> list[Tensor]:
             with span(f"narrowcast::{self.name}"):
                 self.run()
-                with torch.no_grad():
-                    operands.copy_back()
+                operands.copy_back()
             return operands.written
 
         return self.group.lane.start(self.name, job, operands.touched, async_op, self.group.agreed_before(self.call))
@@ -234,8 +238,10 @@ class Operands:
 
     def copy_back(self) -> None:
         """Write what copies hold into the tensors that they stand for."""
-        for tensor, copy in reversed(self._copies):  # a part of a copy before the whole
-            tensor.copy_(copy)
+        if self._copies:
+            with torch.no_grad():
+                for tensor, copy in reversed(self._copies):  # a part of a copy before the whole
+                    tensor.copy_(copy)
 
     def _touch(self, tensor: Tensor) -> Tensor:
         self.touched.append(tensor)

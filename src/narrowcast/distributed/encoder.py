@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ _STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 takes i
 _LOSSLESS = {torch.float32: "raw", torch.float64: "raw", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
+@functools.cache
 def lossless(dtype: torch.dtype) -> Codec:
     """The codec in which tensors of this dtype travel without loss; fp64 is rounded to fp32, as in every codec."""
     if dtype not in _LOSSLESS:

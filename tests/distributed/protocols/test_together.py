@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+import faults
 import nccl_stand_in
 import pytest
 import torch
@@ -15,6 +18,8 @@ from narrowcast.distributed.protocols import together
 from narrowcast.distributed.protocols.together import in_one_stage
 from narrowcast.distributed.transport import nccl
 from narrowcast.distributed.transport.group import group_for
+from narrowcast.distributed.transport.nccl import NcclWire
+from narrowcast.errors import MismatchError
 
 pytestmark = pytest.mark.timeout(60)
 SIZES = (0, 1, 127, 128, 129, 1000, 3 * 128, 5 * 128, 40_000, 3 * 128 * 50, 40_001)
@@ -28,6 +33,7 @@ def _reduced(rank: int) -> None:
     nccl_stand_in.use()
     nccl.HALVED = 1000  # so that long rows go in two halves here
     together.SPARE_BYTES = 4000  # and not only small tensors in two stages
+    together.PLAIN_BYTES = together.PLAIN_RAW_BYTES = 0  # and none as it is
     world = dist.get_world_size()
     group = group_for(dist.group.WORLD, torch.device("cpu"))
     for turn in range(2):  # the second time with what the first one prepared
@@ -56,6 +62,7 @@ def test_sums_are_those_made_by_hand(world: int) -> None:
 
 def _counted(rank: int) -> int:
     nccl_stand_in.use()
+    together.PLAIN_BYTES = 4 * 4095
     ncd.all_reduce(torch.ones(4096), codec="int8")
     ncd.reset_stats()
     ncd.all_reduce(torch.ones(4096), codec="int8")
@@ -65,3 +72,129 @@ def _counted(rank: int) -> int:
 def test_bytes_are_counted() -> None:
     row = 4096 + 4096 // 128 * 4  # codes, and an fp32 scale for each block of 128; a known call has no header
     assert run(2, _counted, timeout=55) == [row] * 2
+
+
+# -- small tensors ----------------------------------------------------------------------------------------------------
+
+LARGEST = together.PLAIN_BYTES // 4
+
+
+def _as_it_is(rank: int) -> list[torch.Tensor]:
+    """A small tensor is summed in its own numbers, whatever the codec; one element more, and it is quantized."""
+    nccl_stand_in.use()
+    world, sums = dist.get_world_size(), []
+    dtypes = torch.float32, torch.float64, torch.float16, torch.bfloat16
+    for nbytes, dtype in itertools.product((0, 8, 8000, together.PLAIN_BYTES), dtypes):
+        numel = nbytes // max(4, dtype.itemsize)
+        for codec, op in itertools.product(("sign", "int4:stochastic=true"), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
+            x = sample(rank, numel, dtype)
+            ncd.reset_stats()
+            ncd.all_reduce(x, op, codec=codec)
+            terms = torch.stack([sample(peer, numel, dtype) for peer in range(world)]).double()
+            right = terms.sum(0) / (1 if op == dist.ReduceOp.SUM else world)
+            # A sum of `world` terms in fp32 (fp64) has `world - 1` roundings, of no more than the sum of magnitudes
+            # each; then come those of the division and of the result's dtype.
+            wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+            narrow = torch.finfo(dtype)
+            half_step = narrow.eps / 2 * right.abs().clamp(narrow.tiny)  # below `tiny`, steps get no smaller
+            bound = world * wide * terms.abs().sum(0) + half_step
+            assert bool(((x.double() - right).abs() <= bound).all()), (numel, dtype, codec)
+            told = ncd.stats()["all_reduce"]
+            headers = 32 * (world - 1)  # each of these calls is the first of its kind
+            width = max(4, x.element_size())
+            assert told.sent_bytes == 2 * (world - 1) * width * numel // world + headers
+            sums.append(x)
+    y = torch.full((LARGEST + 1,), 1.0)
+    y[0] = 1e-3  # of a block of ones: int4 makes it zero
+    ncd.all_reduce(y, codec="int4")
+    assert float(y[0]) == 0.0
+    return sums
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_small_tensor_goes_as_it_is_and_all_ranks_get_the_same_bits(world: int) -> None:
+    first, *rest = run(world, _as_it_is, timeout=55)
+    for sums in rest:
+        assert all(torch.equal(a, b) for a, b in zip(first, sums, strict=True))
+
+
+def _halves(rank: int) -> None:
+    nccl_stand_in.use()
+    x = torch.full((64,), 40_000.0, dtype=torch.float16)
+    ncd.all_reduce(x, dist.ReduceOp.AVG)
+    assert torch.equal(x, torch.full_like(x, 40_000.0))  # the sum is more than fp16 holds
+    with torch.inference_mode():
+        y = torch.full((64,), 3.0)
+    ncd.all_reduce(y, dist.ReduceOp.AVG)  # outside, where torch writes to no tensor of inference mode
+    work = ncd.all_reduce(z := torch.full((64,), float(rank)), async_op=True)
+    assert work is not None
+    work.wait()
+    assert float(y[5]) == 3.0
+    assert float(z[5]) == 1.0
+
+
+def test_small_halves_add_up_in_fp32_and_tensors_of_inference_mode_too() -> None:
+    run(2, _halves, timeout=55)
+
+
+def _at_the_edge(rank: int) -> str:
+    """Ranks of which one would send its tensor as it is, and the other a row."""
+    nccl_stand_in.use()
+    ncd.all_reduce(torch.ones(LARGEST), codec="int8")
+    error, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(LARGEST + 1 + rank)[rank:], codec="int8"))
+    assert error is None  # both have one element more than goes as it is
+    error, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(LARGEST + 1 - rank), codec="int4"))
+    assert type(error) is MismatchError
+    other, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(500), codec=("int8", "int4")[rank]))
+    assert type(other) is MismatchError
+    x = torch.ones(LARGEST)
+    ncd.all_reduce(x, codec="int8")
+    assert float(x[3]) == 2.0
+    return f"{error} {other}"
+
+
+def test_ranks_that_disagree_about_a_small_tensor_are_told() -> None:
+    first, second = run(2, _at_the_edge, timeout=55, group_timeout=20)
+    assert first == second
+    assert f"numel={LARGEST + 1}" in first
+    assert "codec=int4" in first
+
+
+def _drawn(rank: int) -> float:
+    nccl_stand_in.use()
+    torch.manual_seed(5)
+    ncd.all_reduce(torch.ones(300), codec="int4:stochastic=true")
+    return float(torch.rand(()))
+
+
+def _drawn_over_gloo(rank: int) -> float:
+    torch.manual_seed(5)
+    ncd.all_reduce(torch.ones(300), codec="int4:stochastic=true")
+    return float(torch.rand(()))
+
+
+def test_a_stochastic_codec_draws_its_seed_for_a_small_tensor_too() -> None:
+    assert run(2, _drawn, timeout=55) == run(2, _drawn_over_gloo, timeout=55)
+
+
+def _raw(rank: int) -> list[int]:
+    """How many tensors went as they are, after each of two calls."""
+    nccl_stand_in.use()
+    went, plain = [], NcclWire.add_up
+
+    def add_up(self: NcclWire, tensor: torch.Tensor) -> None:
+        went.append(tensor)
+        plain(self, tensor)
+
+    NcclWire.add_up = add_up  # type: ignore[method-assign]
+    counts = []
+    for numel in (together.PLAIN_RAW_BYTES // 4, together.PLAIN_RAW_BYTES // 4 + 1):
+        x = torch.full((numel,), float(rank + 1))
+        ncd.all_reduce(x, dist.ReduceOp.AVG, codec="raw")
+        assert torch.equal(x, torch.full_like(x, 1.5))
+        counts.append(len(went))
+    return counts
+
+
+def test_raw_goes_as_it_is_up_to_where_two_communicators_are_faster() -> None:
+    assert run(2, _raw, timeout=55) == [[1, 1]] * 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import Any
 
 import faults
@@ -14,7 +17,7 @@ import torch.distributed as dist
 from narrowcast import distributed as ncd
 from narrowcast.distributed.transport import nccl
 from narrowcast.distributed.transport.gloo import GlooWire
-from narrowcast.errors import MismatchError
+from narrowcast.errors import CollectiveError, MismatchError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -116,3 +119,48 @@ def _many(rank: int) -> list[int]:
 def test_what_is_agreed_on_is_forgotten_when_much_else_came_since_on_all_ranks_alike() -> None:
     # The last three: 1, 2 and 3 were forgotten for 9, 10 and 11, and 4 to 8 were used since.
     assert ranks.run(2, _many, timeout=30) == [[8, 0, 3, 0, 3]] * 2
+
+
+def _nobody_comes(rank: int, how: str) -> tuple[str, float]:
+    """Rank 1 connects over gloo, and never comes to NCCL's communicator."""
+    nccl_stand_in.use()
+    if rank == 1:
+        if how == "killed":
+            nccl_stand_in.StandIn.alltoall = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        else:
+            nccl_stand_in.StandIn.alltoall = lambda *given: time.sleep(1000.0)  # type: ignore[assignment]
+    error, seconds = faults.error_of(lambda: ncd.all_reduce(torch.ones(8)))
+    assert type(error) is CollectiveError
+    return str(error), seconds
+
+
+def test_a_rank_that_does_not_come_to_nccl_is_not_waited_for_longer_than_the_timeout() -> None:
+    for told, seconds in ranks.run(3, _nobody_comes, "stopped", timeout=50, group_timeout=3):
+        assert "no connection within 3 s" in told
+        assert "NCCL made no connections, though gloo did" in told
+        assert seconds >= 2.5
+
+
+def test_a_rank_that_dies_before_it_comes_to_nccl_is_named_long_before_the_timeout() -> None:
+    outcomes = ranks.outcomes_of(3, _nobody_comes, "killed", timeout=40, group_timeout=500)
+    for rank in (0, 2):
+        assert "rank 1 is gone" in outcomes[rank].value[0], outcomes[rank]
+
+
+def _meeting_raises(rank: int) -> str:
+    nccl_stand_in.use()
+    plain = nccl_stand_in.StandIn.alltoall
+    if rank == 1:
+        nccl_stand_in.StandIn.alltoall = lambda *given: {}["no network"]  # type: ignore[assignment,return-value]
+    error, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(8)))
+    nccl_stand_in.StandIn.alltoall = plain  # type: ignore[method-assign]
+    x = torch.ones(8)
+    ncd.all_reduce(x)
+    assert float(x[0]) == 2.0
+    return f"{type(error).__name__}: {error}"
+
+
+def test_what_goes_wrong_in_nccls_meeting_is_told_on_every_rank_and_the_next_call_goes_on() -> None:
+    first, second = ranks.run(2, _meeting_raises, timeout=40, group_timeout=30)
+    assert second == "KeyError: 'no network'"
+    assert "rank 1 failed in it: KeyError: 'no network'" in first

@@ -34,10 +34,10 @@ def _lose(calls: int) -> NcclWire:
     """Make calls whose rows never arrive, as a stream does; then notice that rank 1 has given one up."""
     wire = group_for(dist.group.WORLD, torch.device("cpu"))._wire
     assert isinstance(wire, NcclWire)
-    plain, NcclWire._exchange = NcclWire._exchange, lambda self, prepared: None  # type: ignore[method-assign]
+    plain, NcclWire._add_up = NcclWire._add_up, lambda self, tensor: None  # type: ignore[method-assign]
     for _ in range(calls):
         ncd.all_reduce(torch.ones(300), codec="raw")
-    NcclWire._exchange = plain  # type: ignore[method-assign]
+    NcclWire._add_up = plain  # type: ignore[method-assign]
     while wire.trouble is None:
         try:
             wire.control.gloo.look(1)

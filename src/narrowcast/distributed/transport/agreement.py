@@ -62,10 +62,14 @@ class Call:
             text += f" sending {list(self.send)}, expecting {list(self.receive)}"
         return text
 
-    @property
+    @functools.cached_property
     def key(self) -> bytes | None:
         """The same on all ranks that agree, and for all calls alike; None where no rank knows by itself what is."""
         return None if self.sizes is None else _key(self.op, self.codec, self.words, self.sizes)
+
+
+alike = functools.lru_cache(maxsize=1024)(Call)
+"""One `Call` for all that are alike, so that its key is made once."""
 
 
 class Header:

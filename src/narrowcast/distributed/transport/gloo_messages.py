@@ -102,8 +102,9 @@ class Watch:
 
     def wait(self, left: int = 0) -> None:
         """Return when at most `left` messages are on their way; raise what went wrong with one of them."""
-        if len(self._messages) > left:
-            self.begin()
+        if len(self._messages) <= left and self._error is None:
+            return
+        self.begin()
         pause = GLANCE_SECONDS
         while not self._wait_for(lambda: len(self._messages) <= left, pause):
             pause = min(1.5 * pause, RARE_GLANCE_SECONDS)

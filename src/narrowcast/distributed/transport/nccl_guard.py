@@ -25,6 +25,12 @@ RARE_LOOK_SECONDS = 2.0
 """The shortest and the longest time between two looks: each leaves a few bytes with gloo."""
 IDLE_SECONDS = 2.0
 
+_NO_PROGRESS = "NCCL made no progress. A rank does not come, is stopped, or makes another call"
+_NOT_MET = (
+    "NCCL made no connections, though gloo did. A rank is stopped, or NCCL's network is not the one of gloo: "
+    "NCCL_DEBUG=INFO says where it tries, NCCL_SOCKET_IFNAME chooses another interface"
+)
+
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -59,6 +65,34 @@ class Guard:
             if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(target=self._serve, name="narrowcast guard", daemon=True)
                 self._thread.start()
+
+    def watch(self, meeting: Callable[[], None]) -> None:
+        """Let ranks meet in NCCL: that holds the thread, and knows no time limit. Raise where one of them cannot come.
+
+        The thread that it is done in is left to itself then. It does not keep the process alive.
+        """
+        ended, errors = threading.Event(), list[BaseException]()
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+        def meet() -> None:
+            try:
+                with torch.cuda.stream(stream):  # and its device; None is none
+                    meeting()
+            except BaseException as error:
+                errors.append(error)
+            ended.set()
+
+        threading.Thread(target=meet, name="narrowcast meeting", daemon=True).start()
+        waited, pause = 0.0, FIRST_LOOK_SECONDS
+        while not ended.wait(pause):
+            waited += pause
+            error = self._trouble(waited, _NOT_MET)
+            if error is not None:
+                raise error
+            pause = self._next_pause(pause, waited)
+        if errors:
+            time.sleep(FIRST_LOOK_SECONDS)  # NCCL may see that a peer is gone before gloo does
+            raise self._trouble(0.0, "") or errors[0]
 
     def wait(self, seconds: float) -> bool:
         """Wait until the stream is through with every call, for so long at most; whether it is."""
@@ -106,13 +140,16 @@ class Guard:
                 self._ask()
                 continue
             waiting += pause
-            error = self._trouble(waiting)
+            error = self._trouble(waiting, _NO_PROGRESS)
             if error is not None:
                 self._give_up(error)
                 return
-            pause = min(1.5 * pause, RARE_LOOK_SECONDS, max(FIRST_LOOK_SECONDS, self._timeout - waiting))
+            pause = self._next_pause(pause, waiting)
 
-    def _trouble(self, waited: float) -> WireError | None:
+    def _next_pause(self, last: float, waited: float) -> float:
+        return min(1.5 * last, RARE_LOOK_SECONDS, max(FIRST_LOOK_SECONDS, self._timeout - waited))
+
+    def _trouble(self, waited: float, reason: str) -> WireError | None:
         """Why a call cannot end, if it cannot."""
         for peer in self._peers:
             try:
@@ -120,7 +157,6 @@ class Guard:
             except WireError as error:
                 return error
         if waited >= self._timeout and self._peers:
-            reason = "NCCL made no progress. A rank does not come, is stopped, or makes another call"
             return WireError(self._peers[0], reason, "unmet")
         return None
 

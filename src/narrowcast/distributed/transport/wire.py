@@ -110,3 +110,6 @@ class TogetherWire(Wire, Protocol):
 
     def exchange(self, prepared: Exchange) -> None:
         """Make it. The current stream waits for it, not the host."""
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Sum a tensor over all ranks, in place, as this network does it: all get the same bits. Waits as above."""
