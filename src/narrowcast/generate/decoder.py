@@ -142,9 +142,7 @@ class Decoder(nn.Module):
             x = layer.mix(x + layer.self_attn.attend(queries, keys, values))
         return self.lm_head(self.model.norm(x[0, -1]))  # type: ignore[no-any-return]
 
-    def advance(
-        self, tokens: Tensor, at: Tensor, cache: Cache, longest: int, kernels: Kernels | None = None
-    ) -> Tensor:
+    def advance(self, tokens: Tensor, at: Tensor, cache: Cache, longest: int, kernels: Kernels | None = None) -> Tensor:
         """Read one token of each sequence, `tokens` [batch] at positions `at` [batch]; the logits [batch, words].
 
         `longest`: all positions are below it. `kernels`: by default plain torch.

@@ -1,8 +1,8 @@
 """What a decoder does between its products, for one new position of each sequence.
 
-`Kernels` is the contract, `Torch` what it means, in plain torch, on any device and in any dtype. `Fused` has the same in
-five launches of Triton kernels (kernels/triton/norms.py, attention.py), for CUDA. `kernels_for` chooses, and says why it
-chose `Torch` on a GPU.
+`Kernels` is the contract, `Torch` what it means, in plain torch, on any device and in any dtype. `Fused` has the same
+in five launches a layer, of Triton's kernels (kernels/triton/norms.py, attention.py), for CUDA. `kernels_for` chooses,
+and says why it chose `Torch` on a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Kernels(Protocol):
     def attend(self, parts: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
         """Turn queries and keys, keep keys and values, attend.
 
-        `parts`: queries, keys and values, [batch, heads * size]; `cache`: a layer's, [batch, key_heads, positions, size].
+        `parts`: queries, keys and values, [batch, heads * size]; `cache`: those of the layer, [batch, key_heads,
+        positions, size].
         """
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:

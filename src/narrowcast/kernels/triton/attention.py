@@ -4,9 +4,9 @@
     turns [positions, 2, size / 2]: cosines and sines, fp32;   at [batch]: the new position of each sequence
     cache of keys and of values: [batch, key_heads, positions, size], the last two dimensions contiguous
 
-A program of `attend_kernel` takes one key head of one sequence and a span of positions, with all queries of that head. It
-turns its queries and the new key, and attends to the positions of its span up to `at`. The program in whose span the new
-position lies writes the new key and value to the cache. Where there are several spans, `combine_kernel` joins their
+A program of `attend_kernel` takes one key head of one sequence and a span of positions, with all queries of that head.
+It turns its queries and the new key, and attends to the positions of its span up to `at`. The program in whose span the
+new position lies writes the new key and value to the cache. Where there are several spans, `combine_kernel` joins their
 results: a softmax over spans is exact if each says its largest score and its sum. The number of spans depends on sizes
 alone, never on `at`, so that the same launch serves every step of a CUDA graph.
 

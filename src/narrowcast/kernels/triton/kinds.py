@@ -3,8 +3,8 @@
 A KIND is "fp32", "fp16" or "bf16". Activations travel as integers of their size, since numpy, behind the interpreter,
 knows no bf16; in registers they are fp32.
 
-A kernel that is launched with `early` may be set up while the kernel before it runs. It calls `after_the_last` before it
-reads what other kernels write, and before it writes anything. Weights and tables may be read before.
+A kernel that is launched with `early` may be set up while the kernel before it runs. It calls `after_the_last` before
+it reads what other kernels write, and before it writes anything. Weights and tables may be read before.
 """
 
 # Triton reads annotations: no `from __future__ import annotations` here. Its language is not one that mypy knows.

@@ -3,8 +3,8 @@
     add_norm   total = x + delta;   y = total / sqrt(mean(total^2) + eps) * weight
     gate       y = gate * sigmoid(gate) * up
 
-Sums and products are fp32. `total` is rounded to the activations' dtype before the norm takes it, as it is where the two
-are separate kernels; y is rounded once.
+Sums and products are fp32. `total` is rounded to the activations' dtype before the norm takes it, as it is where the
+two are separate kernels; y is rounded once.
 """
 
 # Triton reads annotations: no `from __future__ import annotations` here. Its language is not one that mypy knows.
