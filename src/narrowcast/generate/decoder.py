@@ -150,7 +150,7 @@ class Decoder(nn.Module):
         chosen = kernels or Torch()
         x: Tensor = self.model.embed_tokens(tokens)
         delta: Tensor | None = None
-        place = Place(at, self.turns_up_to(cache.positions, tokens.device), longest)
+        place = chosen.place(at, self.turns_up_to(cache.positions, tokens.device), longest)
         for number, layer in enumerate(self._layers()):
             x, delta = self.step(layer, x, delta, cache.layer(number), place, chosen)
         return self.lm_head(chosen.add_norm(x, delta, self.model.norm)[1])  # type: ignore[no-any-return]

@@ -26,12 +26,19 @@ class Place(NamedTuple):
     """Cosines and sines of all positions: rotary.turns."""
     longest: int
     """All positions are below it."""
+    by: Tensor | None = None
+    """The rows of `turns` that these positions have: [batch, 1, 2, size / 2]."""
+    mask: Tensor | None = None
+    """Which positions each sequence attends to: cache.seen."""
 
 
 class Kernels(Protocol):
     """The parts of a step that are no products. Activations are [batch, width]."""
 
     name: str
+
+    def place(self, at: Tensor, turns: Tensor, longest: int) -> Place:
+        """What every layer shares, computed once."""
 
     def add_norm(self, x: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
         """x + delta, and its norm."""
@@ -53,6 +60,9 @@ class Torch:
     def __init__(self, reason: str = "") -> None:
         self.name = f"torch ({reason})" if reason else "torch"
 
+    def place(self, at: Tensor, turns: Tensor, longest: int) -> Place:
+        return Place(at, turns, longest, turns[at][:, None], seen(at, longest))
+
     def add_norm(self, x: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
         total = x if delta is None else x + delta
         return total, norm(total)
@@ -60,12 +70,14 @@ class Torch:
     def attend(self, parts: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
         size, key_heads = cache[0].shape[3], cache[0].shape[1]
         queries, keys, values = (part.view(len(part), -1, 1, size) for part in parts)
-        by = place.turns[place.at][:, None]
+        by = place.by
+        assert by is not None
         keep(cache, place.at, turn(keys, by), values)
         known, weighed = (held[:, :, : place.longest] for held in cache)
-        mask = seen(place.at, place.longest)
         grouped = queries.shape[1] != key_heads
-        mixed = F.scaled_dot_product_attention(turn(queries, by), known, weighed, attn_mask=mask, enable_gqa=grouped)
+        mixed = F.scaled_dot_product_attention(
+            turn(queries, by), known, weighed, attn_mask=place.mask, enable_gqa=grouped
+        )
         return mixed.flatten(1)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -81,6 +93,9 @@ class Fused:
         from narrowcast.kernels.triton import attention, norms
 
         self._attention, self._norms = attention, norms
+
+    def place(self, at: Tensor, turns: Tensor, longest: int) -> Place:
+        return Place(at, turns, longest)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
         assert norm.eps is not None
