@@ -178,7 +178,7 @@ def attend(
             GROUP=group,
             STEP=spans.step,
             SPLIT=split,
-            num_warps=min(16, max(4, group * wide * spans.step // 2048)),
+            num_warps=min(16, max(4, group * wide * spans.step // 1024)),
             **sizes,
         )
         if split:
