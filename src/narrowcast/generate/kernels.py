@@ -74,7 +74,7 @@ class Torch:
         assert by is not None
         keep(cache, place.at, turn(keys, by), values)
         known, weighed = (held[:, :, : place.longest] for held in cache)
-        grouped = queries.shape[1] != key_heads
+        grouped = True if queries.shape[1] != key_heads else False  # noqa: SIM210 (under torch.compile, a plain bool)
         mixed = F.scaled_dot_product_attention(
             turn(queries, by), known, weighed, attn_mask=place.mask, enable_gqa=grouped
         )
