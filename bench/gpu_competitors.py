@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 import llama
 import narrowcast as nc
+from narrowcast.generate import Decoder, fuse_
 
 Layer = Callable[[int], object]
 """One call, on the weights with this number."""
@@ -135,15 +137,17 @@ def with_torchao(model: nn.Module) -> None:
     quantize_(model, Int8WeightOnlyConfig())
 
 
-def ours(codec: str) -> Callable[[nn.Module], None]:
-    def convert(model: nn.Module) -> None:
-        nc.quantize_(model, codec, rules={"embedding": None})
+def ours(codec: str) -> Callable[[Decoder], None]:
+    def convert(model: Decoder) -> None:
+        nc.quantize_(model, codec, rules=llama.RULES)
+        fuse_(model)
 
     return convert
 
 
-MODELS: dict[str, Callable[[nn.Module], None]] = {
-    "bf16": lambda model: None,
+MODELS: dict[str, Callable[[Any], object]] = {
+    "bf16": fuse_,
+    "bf16, compiled": fuse_,
     "ours int8:block=row": ours("int8:block=row"),
     "ours int8": ours("int8"),
     "ours int4": ours("int4"),
@@ -153,6 +157,9 @@ MODELS: dict[str, Callable[[nn.Module], None]] = {
     "seed int8": with_seed,
     "torchao int8": with_torchao,
 }
+
+COMPILED = ("bf16, compiled", "seed int8", "torchao int8")
+"""Each layer by torch.compile, in plain torch; the others are the runner as it is."""
 
 
 def end_to_end(shape: llama.Shape = llama.SEVEN, tokens: int = 200) -> list[dict[str, object]]:
@@ -164,7 +171,7 @@ def end_to_end(shape: llama.Shape = llama.SEVEN, tokens: int = 200) -> list[dict
             model = llama.random_decoder(shape, "cuda", torch.bfloat16)
             convert(model)
             held = sum(t.numel() * t.element_size() for t in model.parameters()) / 2**30
-            speed = llama.tokens_per_second(model, tokens)
+            speed = llama.tokens_per_second(model, tokens, compiled=name in COMPILED)
         except Exception as error:
             print(f"{name}: did not run: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
             continue

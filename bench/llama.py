@@ -1,134 +1,192 @@
-"""A decoder with the shapes of Llama, in plain torch, for benchmarks: random weights, a cache of fixed size, batch 1.
+"""Tokens a second of a Llama-like decoder with random weights, in the runner `narrowcast.generate`.
 
-`Decoder(SMALL)` has about 100 million weights, `Decoder(SEVEN)` the shapes of a 7B model. `tokens_per_second` generates
-greedily. On a GPU each layer is compiled (once: all are alike) and a step replayed as a CUDA graph.
+    PYTHONPATH=src:bench python bench/llama.py                 7B shapes on a GPU: the table and a profile of a token
+    ... --codecs bf16,int4:block=128 --batch 16 --layers 4     part of it
+    ... --no-profile --no-compiled --json PATH
+
+The limit of a line is reading its weights and its cache once at the bandwidth measured in the same run. All figures are
+of `generate` itself, from the second token on, greedy, from a prompt of 4 tokens: wall clock, tokens read by the host.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
+import statistics
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
+import llama_profile
+import narrowcast as nc
+from narrowcast.generate import SHAPES, Decoder, Sampling, Shape, fuse_, generate
+from narrowcast.generate import random_decoder as make
+from narrowcast.generate.cache import Cache
+from narrowcast.generate.decoder import Layer
+from narrowcast.generate.kernels import Kernels, Torch, kernels_for
+from narrowcast.generate.steps import Choice, Eager, Graph
 
-class Shape(NamedTuple):
-    width: int
-    layers: int
-    heads: int
-    hidden: int
-    words: int
-    context: int = 512
-
-
-SMALL = Shape(768, 12, 12, 2048, 16000)
-SEVEN = Shape(4096, 32, 32, 11008, 32000)
-
-
-class Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        width, hidden = shape.width, shape.hidden
-        self.heads = shape.heads
-        self.before, self.between = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-        size = (1, shape.heads, shape.context, width // shape.heads)
-        self.register_buffer("keys", torch.zeros(size), persistent=False)
-        self.register_buffer("values", torch.zeros(size), persistent=False)
-
-    def forward(self, x: Tensor, position: Tensor, turn: Tensor, seen: Tensor) -> Tensor:
-        """x [1, 1, width] at `position` [1]; `turn` is that position's rotation, `seen` the positions so far."""
-        y = self.before(x)
-        query, key, value = (part(y).view(1, self.heads, 1, -1) for part in (self.query, self.key, self.value))
-        self.keys.index_copy_(2, position, rotated(key, turn))
-        self.values.index_copy_(2, position, value)
-        found = F.scaled_dot_product_attention(rotated(query, turn), self.keys, self.values, attn_mask=seen)
-        x = x + self.out(found.reshape(1, 1, -1))
-        y = self.between(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-def rotated(x: Tensor, turn: Tensor) -> Tensor:
-    """Pairs of x turned by angles whose cosines and sines are `turn` [2, head / 2]."""
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * turn[0] - b * turn[1], a * turn[1] + b * turn[0]), -1)
-
-
-class Decoder(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.embedding = nn.Embedding(shape.words, shape.width)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.words, bias=False)
-        half = shape.width // shape.heads // 2
-        angles = torch.outer(torch.arange(shape.context).float(), 10000.0 ** -(torch.arange(half) / half))
-        self.register_buffer("turns", torch.stack((angles.cos(), angles.sin()), 1), persistent=False)
-        self.register_buffer("places", torch.arange(shape.context), persistent=False)
-        self.step: Callable[..., Tensor] = Layer.forward
-
-    def forward(self, token: Tensor, position: Tensor) -> Tensor:
-        """The token after `token` [1], which is at `position` [1]: the likeliest, [1]."""
-        x = self.embedding(token).view(1, 1, -1)
-        turn = self.turns.index_select(0, position)[0].to(x.dtype)
-        seen = (self.places <= position).view(1, 1, 1, -1)
-        for layer in self.layers:
-            x = self.step(layer, x, position, turn, seen)
-        return self.head(self.norm(x)).argmax(-1).view(1)
+SMALL, SEVEN = SHAPES["110m"], SHAPES["7b"]
+PROMPT = [1, 2, 3, 4]
+RULES = {"embed_tokens": None}
+"""The embedding stays as it is: a step reads one row of it."""
+LINES = ("bf16", "int8", "int8:block=row", "int4:block=128", "int4", "nf4", "apot4")
 
 
 def random_decoder(shape: Shape, device: str, dtype: torch.dtype) -> Decoder:
     """Random weights of a usual size, made on the device."""
-    torch.manual_seed(0)
-    was = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    return make(shape, device=device, dtype=dtype)
+
+
+class Static(Eager):
+    """Eager steps that see the whole cache, so that all have the same shapes."""
+
+    def begin(self) -> None:
+        self._longest = self._choice.cache.positions - 1
+        super().begin()
+
+
+def steps_of(decoder: Decoder, batch: int, positions: int, kernels: Kernels) -> Graph | Static:
+    """Steps of a batch that has read nothing yet: a graph on CUDA, else eager."""
+    norm = decoder.model.norm.weight
+    cache = Cache(decoder.shape, batch, positions, norm.dtype, norm.device)
+    sampling = Sampling()
+    choice = Choice(decoder, cache, kernels, sampling, sampling.generator(norm.device))
+    zeros = torch.zeros(batch, dtype=torch.int64, device=norm.device)
+    return Graph(choice, zeros, zeros) if norm.is_cuda else Static(choice, zeros, zeros, 0)
+
+
+def tokens_per_second(decoder: Decoder, tokens: int, compiled: bool = False, batch: int = 1) -> float:
+    """Greedy generation. `compiled`: each layer by torch.compile, in plain torch, instead of the runner's kernels."""
+    if not compiled:
+        made = generate(decoder, [PROMPT] * batch, tokens + 1, stop_at_end=False)
+        made.run()
+        return made.tokens_per_second
+    torch._dynamo.reset()
+    decoder.step = torch.compile(Layer.advance, fullgraph=True, dynamic=False)
     try:
-        with torch.device(device):
-            model = Decoder(shape)
+        steps = steps_of(decoder, batch, tokens + 8, Torch())
+        for _ in range(3):
+            steps.begin()
+            steps.read()
+        start = time.perf_counter()
+        for number in range(tokens):
+            steps.begin()
+            if number >= steps.ahead:
+                steps.read()
+        steps.read()
+        return batch * tokens / (time.perf_counter() - start)
     finally:
-        torch.set_default_dtype(was)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 0.02)
-    return model.eval().requires_grad_(False)
+        decoder.step = Layer.advance
 
 
-@torch.no_grad()
-def tokens_per_second(model: Decoder, tokens: int, compiled: bool | None = None) -> float:
-    """Greedy generation at batch 1, after a warm-up."""
-    device = next(model.buffers()).device
-    if compiled is None:
-        compiled = device.type == "cuda"
-    if compiled:
-        torch._dynamo.reset()
-        model.step = torch.compile(Layer.forward, fullgraph=True, dynamic=False)
-    token, position = torch.zeros(1, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long, device=device)
+def built(shape: Shape, codec: str, device: str) -> Decoder:
+    """A decoder in bf16, quantized, its products joined."""
+    decoder = random_decoder(shape, device, torch.bfloat16)
+    if codec != "bf16":
+        nc.quantize_(decoder, codec, rules=RULES)
+    fuse_(decoder)
+    return decoder
 
-    def advance() -> None:
-        token.copy_(model(token, position))
-        position.add_(1)
 
-    for _ in range(3):
-        advance()
-    step: Callable[[], object] = advance
-    if device.type == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            advance()
-        step = graph.replay
-        step()
-        torch.cuda.synchronize()
-    position.zero_()
-    start = time.perf_counter()
-    for _ in range(tokens):
-        step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return tokens / (time.perf_counter() - start)
+def read_bytes(decoder: Decoder, batch: int, tokens: int) -> float:
+    """What a step reads at least: all weights but the embedding, and half of what the cache holds at the end."""
+    shape = decoder.shape
+    held = decoder.weight_bytes - (0 if shape.tied else decoder.model.embed_tokens.weight.nbytes)
+    cache = 2 * 2 * shape.layers * shape.key_heads * shape.head_size * batch * (len(PROMPT) + tokens / 2)
+    return held + cache
+
+
+def line(shape: Shape, codec: str, batch: int, tokens: int, bandwidth: float, device: str) -> dict[str, object]:
+    """Tokens a second of all sequences together: the median of three generations, and the limit."""
+    decoder = built(shape, codec, device)
+    speeds = [tokens_per_second(decoder, tokens, batch=batch) for _ in range(4)][1:]
+    limit = batch * bandwidth / read_bytes(decoder, batch, tokens)
+    speed = statistics.median(speeds)
+    name = kernels_for(decoder, torch.device(device)).name
+    result = {
+        "name": codec,
+        "batch": batch,
+        "tokens_per_second": speed,
+        "limit": limit,
+        "runs": speeds,
+        "between": name,
+    }
+    print(
+        f"{codec:16s} batch {batch:2d} {speed:9.1f} tokens/s, {speed / limit:4.0%} of {limit:.0f}; "
+        f"weights {decoder.weight_bytes / 2**30:.2f} GiB; between products: {name}",
+        flush=True,
+    )
+    return result
+
+
+def profile(shape: Shape, codec: str, device: str, batch: int = 1) -> dict[str, object]:
+    """Where the time of a token goes, in microseconds for each class of kernels."""
+    decoder = built(shape, codec, device)
+    steps = steps_of(decoder, batch, 256, kernels_for(decoder, torch.device(device)))
+    return llama_profile.profile(steps, codec, shape.layers)
+
+
+def compiled(shape: Shape, tokens: int, device: str) -> dict[str, object]:
+    """bf16 by torch.compile, layer by layer, in a CUDA graph."""
+    speed = tokens_per_second(built(shape, "bf16", device), tokens, compiled=True)
+    print(f"{'bf16, compiled':16s} batch  1 {speed:9.1f} tokens/s", flush=True)
+    return {"name": "bf16, compiled", "batch": 1, "tokens_per_second": speed}
+
+
+def attempt(results: list[dict[str, object]], what: str, run: object, *arguments: object) -> None:
+    """Add what `run` gives; say what went wrong, and go on."""
+    try:
+        assert callable(run)
+        results.append(run(*arguments))
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0][:200]
+        print(f"{what}: did not run: {type(error).__name__}: {said}", flush=True)
+        results.append({"name": what, "error": f"{type(error).__name__}: {error}"})
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def table(given: argparse.Namespace) -> dict[str, object]:
+    shape = dataclasses.replace(SHAPES[given.shape], layers=given.layers or SHAPES[given.shape].layers)
+    bandwidth = llama_profile.read_bandwidth(given.device)
+    print(f"{given.shape}, {shape.layers} layers, {given.tokens} tokens, reads {bandwidth / 1e12:.2f} TB/s", flush=True)
+    lines: list[dict[str, object]] = []
+    profiles: list[dict[str, object]] = []
+    batches = [1] if given.batch is None else [given.batch]
+    for codec in given.codecs.split(","):
+        for batch in batches:
+            attempt(lines, f"{codec} batch {batch}", line, shape, codec, batch, given.tokens, bandwidth, given.device)
+    if given.batch is None:
+        for codec, batch in (("int4:block=128", 16), ("bf16", 16)):
+            attempt(lines, f"{codec} batch {batch}", line, shape, codec, batch, given.tokens, bandwidth, given.device)
+    if not given.no_compiled:
+        attempt(lines, "bf16, compiled", compiled, shape, given.tokens, given.device)
+    if not given.no_profile:
+        for codec in given.profiles.split(","):
+            attempt(profiles, f"profile of {codec}", profile, shape, codec, given.device)
+    return {"shape": dataclasses.asdict(shape), "read_TBps": bandwidth / 1e12, "lines": lines, "profiles": profiles}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="7b", choices=list(SHAPES))
+    parser.add_argument("--layers", type=int, help="fewer layers, for a try")
+    parser.add_argument("--codecs", default=",".join(LINES))
+    parser.add_argument("--profiles", default="bf16,int8,int4:block=128,nf4")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--no-compiled", action="store_true")
+    parser.add_argument("--json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    chosen = arguments()
+    found = table(chosen)
+    if chosen.json:
+        Path(chosen.json).write_text(json.dumps(found, indent=1, default=str))

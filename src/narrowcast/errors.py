@@ -120,6 +120,10 @@ class ModelKindError(NarrowcastError, TypeError):
     """A model is not of the kind that a call is for."""
 
 
+class CaptureError(NarrowcastError, RuntimeError):
+    """A decoding step cannot be captured as a CUDA graph."""
+
+
 class CalibrationError(NarrowcastError, RuntimeError):
     """A quantizer has no clip yet, or no data to choose one from."""
 

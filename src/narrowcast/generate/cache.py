@@ -1,7 +1,7 @@
 """Keys and values of every position so far, in memory of a fixed size.
 
 One `Cache` holds [layers, batch, key_heads, positions, head_size] twice. `prefill` takes the positions 0, 1, ... of one
-sequence; `append` takes one position of each. Sequences have lengths of their own, so no prompt is padded.
+sequence; `keep` takes one position of each. Sequences have lengths of their own, so no prompt is padded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ class Cache:
         self.keys = torch.zeros(size, dtype=dtype, device=device)
         self.values = torch.zeros(size, dtype=dtype, device=device)
         self.batch, self.positions = batch, positions
-        self._rows = torch.arange(batch, dtype=torch.int64, device=device)
-        self._places = torch.arange(positions, dtype=torch.int64, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -33,11 +31,18 @@ class Cache:
         self.keys[layer, sequence, :, :time] = keys[0]
         self.values[layer, sequence, :, :time] = values[0]
 
-    def append(self, layer: int, at: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Keep one position of each sequence: [batch, key_heads, 1, head_size] at positions `at` [batch]."""
-        self.keys[layer][self._rows, :, at] = keys[:, :, 0]
-        self.values[layer][self._rows, :, at] = values[:, :, 0]
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer: [batch, key_heads, positions, head_size]."""
+        return self.keys[number], self.values[number]
 
-    def seen(self, at: Tensor, longest: int) -> Tensor:
-        """Which of the first `longest` positions a sequence at `at` [batch] attends to: bool [batch, 1, 1, longest]."""
-        return (self._places[:longest] <= at[:, None])[:, None, None, :]
+
+def keep(cache: tuple[Tensor, Tensor], at: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Keep one position of each sequence, [batch, key_heads, 1, head_size], at positions `at` [batch] of a layer."""
+    rows = torch.arange(len(at), device=at.device)
+    cache[0][rows, :, at] = keys[:, :, 0]
+    cache[1][rows, :, at] = values[:, :, 0]
+
+
+def seen(at: Tensor, longest: int) -> Tensor:
+    """Which of the first `longest` positions a sequence at `at` [batch] attends to: bool [batch, 1, 1, longest]."""
+    return (torch.arange(longest, device=at.device) <= at[:, None])[:, None, None, :]

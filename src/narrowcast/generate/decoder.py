@@ -2,17 +2,20 @@
 
 `Decoder.prefill` reads the prompt of one sequence, `Decoder.advance` one token of each. Both return the logits of what
 comes next and keep keys and values in a `Cache`. Modules are plain torch.nn, so `nc.quantize_`, `nc.load` and `nc.save`
-know them; `fuse_` then joins the products that share an input. Norms, rotations and attention run in the dtype of the
-activations.
+know them; `fuse_` then joins the products that share an input. What `advance` does between products is that of a
+`Kernels` (kernels.py). Norms, rotations and attention run in the dtype of the activations.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from narrowcast.generate.cache import Cache
+from narrowcast.generate.kernels import Kernels, Place, Torch
 from narrowcast.generate.rotary import turn, turns
 from narrowcast.generate.shape import Shape
 
@@ -30,19 +33,22 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, shape.width, bias=shape.out_bias)
         self.joined: nn.Module | None = None
 
-    def project(self, x: Tensor, by: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each [batch, heads, time, head_size]; the first two turned."""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of every position of x [..., width]: [..., heads * head_size] each."""
         if self.joined is None:
-            queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        else:
-            own, shared = self.heads * self.head_size, self.key_heads * self.head_size
-            queries, keys, values = self.joined(x).split((own, shared, shared), -1)
-        return turn(self._by_head(queries), by), turn(self._by_head(keys), by), self._by_head(values)
+            return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        own, shared = self.heads * self.head_size, self.key_heads * self.head_size
+        return self.joined(x).split((own, shared, shared), -1)  # type: ignore[no-any-return]
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
-        """[batch, time, width]. Without `seen`, each position attends to itself and those before it."""
+    def turned(self, x: Tensor, by: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each [batch, heads, time, head_size]; the first two turned."""
+        queries, keys, values = (self._by_head(part) for part in self.project(x))
+        return turn(queries, by), turn(keys, by), values
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[batch, time, width]: each position attends to itself and those before it."""
         mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=seen, is_causal=seen is None, enable_gqa=self.heads != self.key_heads
+            queries, keys, values, is_causal=True, enable_gqa=self.heads != self.key_heads
         )
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -60,8 +66,12 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.hidden, shape.width, bias=shape.mlp_bias)
         self.joined: nn.Module | None = None
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The gate, and what it is multiplied by."""
+        return (self.gate_proj(x), self.up_proj(x)) if self.joined is None else self.joined(x).chunk(2, -1)
+
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = (self.gate_proj(x), self.up_proj(x)) if self.joined is None else self.joined(x).chunk(2, -1)
+        gate, up = self.project(x)
         return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
@@ -76,6 +86,15 @@ class Layer(nn.Module):
     def mix(self, x: Tensor) -> Tensor:
         """What follows attention."""
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+    def advance(
+        self, x: Tensor, delta: Tensor | None, cache: tuple[Tensor, Tensor], place: Place, kernels: Kernels
+    ) -> tuple[Tensor, Tensor]:
+        """One position of each sequence. x + delta, [batch, width], comes in, and goes out, as its two terms."""
+        x, y = kernels.add_norm(x, delta, self.input_layernorm)
+        mixed = kernels.attend(self.self_attn.project(y), cache, place)
+        x, y = kernels.add_norm(x, self.self_attn.o_proj(mixed), self.post_attention_layernorm)
+        return x, self.mlp.down_proj(kernels.gate(*self.mlp.project(y)))
 
 
 class Body(nn.Module):
@@ -99,6 +118,8 @@ class Decoder(nn.Module):
         if shape.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
         self._turns: Tensor | None = None
+        self.step: Callable[..., tuple[Tensor, Tensor]] = Layer.advance
+        """What a step calls for each layer: replace it by torch.compile of itself, for one."""
 
     @property
     def weight_bytes(self) -> int:
@@ -116,25 +137,23 @@ class Decoder(nn.Module):
         x = self.model.embed_tokens(tokens[None])
         by = self.turns_up_to(len(tokens), tokens.device)[None]
         for number, layer in enumerate(self._layers()):
-            queries, keys, values = layer.self_attn.project(layer.input_layernorm(x), by)
+            queries, keys, values = layer.self_attn.turned(layer.input_layernorm(x), by)
             cache.prefill(number, sequence, keys, values)
-            x = layer.mix(x + layer.self_attn.attend(queries, keys, values, None))
+            x = layer.mix(x + layer.self_attn.attend(queries, keys, values))
         return self.lm_head(self.model.norm(x[0, -1]))  # type: ignore[no-any-return]
 
-    def advance(self, tokens: Tensor, at: Tensor, cache: Cache, longest: int) -> Tensor:
+    def advance(self, tokens: Tensor, at: Tensor, cache: Cache, longest: int, kernels: Kernels | None = None) -> Tensor:
         """Read one token of each sequence, `tokens` [batch] at positions `at` [batch]; the logits [batch, words].
 
-        `longest`: all positions are below it.
+        `longest`: all positions are below it. `kernels`: by default plain torch.
         """
-        x = self.model.embed_tokens(tokens)[:, None]
-        by = self.turns_up_to(cache.positions, tokens.device)[at][:, None]
-        seen = cache.seen(at, longest)
+        chosen = kernels or Torch()
+        x: Tensor = self.model.embed_tokens(tokens)
+        delta: Tensor | None = None
+        place = chosen.place(at, self.turns_up_to(cache.positions, tokens.device), longest)
         for number, layer in enumerate(self._layers()):
-            queries, keys, values = layer.self_attn.project(layer.input_layernorm(x), by)
-            cache.append(number, at, keys, values)
-            known = cache.keys[number, :, :, :longest], cache.values[number, :, :, :longest]
-            x = layer.mix(x + layer.self_attn.attend(queries, *known, seen))
-        return self.lm_head(self.model.norm(x[:, 0]))  # type: ignore[no-any-return]
+            x, delta = self.step(layer, x, delta, cache.layer(number), place, chosen)
+        return self.lm_head(chosen.add_norm(x, delta, self.model.norm)[1])  # type: ignore[no-any-return]
 
     def _layers(self) -> list[Layer]:
         return list(self.model.layers)  # type: ignore[arg-type]

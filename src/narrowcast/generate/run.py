@@ -2,7 +2,7 @@
 
 Each prompt is read by itself, without padding; then all sequences take steps together. A sequence ends with one of the
 model's end tokens, or when it has its tokens; the others go on. `Generation` is an iterator over steps, so that text
-can be shown while it is written, and says what it took.
+can be shown while it is written, and says what it took. On CUDA a step is one CUDA graph (steps.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch import Tensor
 from narrowcast.errors import ShapeError
 from narrowcast.generate.cache import Cache
 from narrowcast.generate.decoder import Decoder
+from narrowcast.generate.kernels import kernels_for
 from narrowcast.generate.sampling import Sampling
+from narrowcast.generate.steps import Choice, Eager, Graph, Steps
 
 Prompt = Sequence[int] | Tensor
 
@@ -28,19 +30,27 @@ def generate(
     sampling: Sampling | None = None,
     *,
     stop_at_end: bool = True,
+    cuda_graph: bool = True,
 ) -> Generation:
     """Continue every prompt by up to `max_new_tokens` tokens; `stop_at_end=False` writes on after an end token.
 
     Iterate over what comes back to get, after each step, the new token of each sequence, or None where it has ended.
+    On a GPU a step is captured as a CUDA graph and replayed, unless `cuda_graph=False`.
     """
-    return Generation(decoder, prompts, max_new_tokens, sampling or Sampling(), stop_at_end)
+    return Generation(decoder, prompts, max_new_tokens, sampling or Sampling(), stop_at_end, cuda_graph)
 
 
 class Generation:
     """One batch of texts that is being written. `tokens` has what was written so far, for each prompt."""
 
     def __init__(
-        self, decoder: Decoder, prompts: Sequence[Prompt], max_new_tokens: int, sampling: Sampling, stop_at_end: bool
+        self,
+        decoder: Decoder,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop_at_end: bool,
+        cuda_graph: bool,
     ) -> None:
         self._decoder, self._sampling = decoder, sampling
         device = decoder.model.norm.weight.device
@@ -57,10 +67,14 @@ class Generation:
             )
         dtype = decoder.model.norm.weight.dtype
         self._cache = Cache(decoder.shape, len(self._prompts), longest, dtype, device)
+        self._kernels = kernels_for(decoder, device)
+        self._in_graph = cuda_graph and device.type == "cuda"
         self._started = False
         self.tokens: list[list[int]] = [[] for _ in self._prompts]
         self.prefill_seconds = 0.0
         """Until the first token of every sequence was chosen."""
+        self.capture_seconds = 0.0
+        """Until a step was captured as a CUDA graph, which no other figure counts."""
         self.step_seconds = 0.0
         """All steps after the first."""
         self.steps = 0
@@ -75,6 +89,11 @@ class Generation:
     @property
     def cache_bytes(self) -> int:
         return self._cache.nbytes
+
+    @property
+    def kernels(self) -> str:
+        """What runs between products: "triton", or "torch" and, on a GPU, why."""
+        return self._kernels.name
 
     def run(self) -> list[list[int]]:
         """Write to the end; the tokens of each sequence, its prompt not among them."""
@@ -93,18 +112,38 @@ class Generation:
         generator = self._sampling.generator(self._cache.keys.device)
         with torch.inference_mode():
             chosen = self._sampling.choose(self._read_prompts(), generator)
-        new = self._take(chosen)
+        new = self._take(chosen.tolist())
         self.prefill_seconds = time.perf_counter() - began
         yield new
-        at = torch.tensor([len(prompt) for prompt in self._prompts], dtype=torch.int64, device=chosen.device)
-        longest = max(len(prompt) for prompt in self._prompts)
-        while not all(self._done(i) for i in range(len(self._prompts))):
+        if self._limit == 1 or self._all_done():
+            return
+        steps = self._make_steps(chosen, generator)
+        try:
+            yield from self._follow(steps)
+        finally:
+            steps.close()
+
+    def _make_steps(self, chosen: Tensor, generator: torch.Generator) -> Steps:
+        lengths = [len(prompt) for prompt in self._prompts]
+        at = torch.tensor(lengths, dtype=torch.int64, device=chosen.device)
+        choice = Choice(self._decoder, self._cache, self._kernels, self._sampling, generator)
+        if not self._in_graph:
+            return Eager(choice, chosen, at, max(lengths))
+        began = time.perf_counter()
+        steps = Graph(choice, chosen, at)
+        torch.cuda.synchronize(chosen.device)
+        self.capture_seconds = time.perf_counter() - began
+        return steps
+
+    def _follow(self, steps: Steps) -> Iterator[list[int | None]]:
+        """Take steps until all sequences have ended; none is begun that has no position in the cache."""
+        begun = 0
+        while not self._all_done():
             began = time.perf_counter()
-            longest += 1
-            with torch.inference_mode():
-                logits = self._decoder.advance(chosen, at, self._cache, longest)
-                chosen, at = self._sampling.choose(logits, generator), at + 1
-            new = self._take(chosen)
+            while begun < min(self.steps + 1 + steps.ahead, self._limit - 1):
+                steps.begin()
+                begun += 1
+            new = self._take(steps.read())
             self.step_seconds += time.perf_counter() - began
             self.steps += 1
             yield new
@@ -113,14 +152,17 @@ class Generation:
         logits = [self._decoder.prefill(prompt, self._cache, i) for i, prompt in enumerate(self._prompts)]
         return torch.stack(logits)
 
-    def _take(self, chosen: Tensor) -> list[int | None]:
-        """Add the tokens of sequences that have not ended. Reading them waits for the device."""
+    def _take(self, chosen: list[int]) -> list[int | None]:
+        """Add the tokens of sequences that have not ended."""
         new: list[int | None] = []
-        for i, token in enumerate(chosen.tolist()):
+        for i, token in enumerate(chosen):
             new.append(None if self._done(i) else token)
             if new[-1] is not None:
                 self.tokens[i].append(token)
         return new
+
+    def _all_done(self) -> bool:
+        return all(self._done(i) for i in range(len(self._prompts)))
 
     def _done(self, sequence: int) -> bool:
         tokens = self.tokens[sequence]

@@ -45,7 +45,9 @@ class Sampling:
             scores = scores.masked_fill(scores < least, -torch.inf)
         if self.top_p is not None and self.top_p < 1:
             scores = self._within_mass(scores, self.top_p)
-        return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
+        # What torch.multinomial does for one draw, without its checks, which wait for the device.
+        waits = torch.empty_like(scores).exponential_(generator=generator)
+        return (scores.softmax(-1) / waits).argmax(-1)
 
     def _within_mass(self, scores: Tensor, mass: float) -> Tensor:
         """Only the likeliest tokens that together have `mass`: each whose likelier ones have less. One always stays."""

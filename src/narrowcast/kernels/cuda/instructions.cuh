@@ -50,10 +50,17 @@ __device__ __forceinline__ void end_lot() { asm volatile("cp.async.commit_group;
 template <int LEFT>
 __device__ __forceinline__ void await_lots() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
 
-// The next kernel of the stream may be set up while this one runs; until here it neither reads nor writes anything.
-__device__ __forceinline__ void after_the_last() {
+// The next kernel of the stream may be set up from here on, while this one runs. It waits with `after_the_last`.
+__device__ __forceinline__ void admit_the_next() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Until here a kernel writes nothing, and reads only what no kernel of a stream writes while others run early: weights and
+// tables. Whoever writes those (encoders, copies) admits no early kernel, so they have ended by then.
+__device__ __forceinline__ void after_the_last() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

@@ -10,6 +10,7 @@
     tables         how a table of levels is searched; levels: the search, in registers
     moments        a step of AdamW on moments that are held in rows
     linear         x W^T + bias, for any format
+    norms, attention  a decoder between its products, for one position; kinds: activations, and early launches
     fake_quantize  fake quantization; integer: exact integer products
 
 They equal the reference bit for bit: tests/kernels/triton checks it in Triton's interpreter, bench/gpu.py on a GPU.

@@ -24,6 +24,7 @@ static inline u32 prmt(u32 a, u32 b, u32 select) {
 
 static inline u32 insert(u32 word, u32 mask, u32 base) { return (word & mask) ^ base; }
 static inline uint4 stream16(const void* p) { return *(const uint4*)p; }
+static inline void admit_the_next() {}
 static inline void after_the_last() {}
 
 // A copy on its way arrives when its thread waits for it, as late as it may.

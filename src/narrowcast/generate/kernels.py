@@ -1,0 +1,122 @@
+"""What a decoder does between its products, for one new position of each sequence.
+
+`Kernels` is the contract, `Torch` what it means, in plain torch, on any device and in any dtype. `Fused` has the same
+in five launches a layer, of Triton's kernels (kernels/triton/norms.py, attention.py), for CUDA. `kernels_for` chooses,
+and says why it chose `Torch` on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from narrowcast.generate.cache import keep, seen
+from narrowcast.generate.rotary import turn
+
+
+class Place(NamedTuple):
+    """Where the sequences of a batch are: what every layer of a step shares."""
+
+    at: Tensor
+    """[batch]: the position of the token that is read."""
+    turns: Tensor
+    """Cosines and sines of all positions: rotary.turns."""
+    longest: int
+    """All positions are below it."""
+    by: Tensor | None = None
+    """The rows of `turns` that these positions have: [batch, 1, 2, size / 2]."""
+    mask: Tensor | None = None
+    """Which positions each sequence attends to: cache.seen."""
+
+
+class Kernels(Protocol):
+    """The parts of a step that are no products. Activations are [batch, width]."""
+
+    name: str
+
+    def place(self, at: Tensor, turns: Tensor, longest: int) -> Place:
+        """What every layer shares, computed once."""
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+        """x + delta, and its norm."""
+
+    def attend(self, parts: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
+        """Turn queries and keys, keep keys and values, attend.
+
+        `parts`: queries, keys and values, [batch, heads * size]; `cache`: those of the layer, [batch, key_heads,
+        positions, size].
+        """
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up."""
+
+
+class Torch:
+    """Plain torch, rounding to the dtype of the activations after every operation."""
+
+    def __init__(self, reason: str = "") -> None:
+        self.name = f"torch ({reason})" if reason else "torch"
+
+    def place(self, at: Tensor, turns: Tensor, longest: int) -> Place:
+        return Place(at, turns, longest, turns[at][:, None], seen(at, longest))
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+        total = x if delta is None else x + delta
+        return total, norm(total)
+
+    def attend(self, parts: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
+        size, key_heads = cache[0].shape[3], cache[0].shape[1]
+        queries, keys, values = (part.view(len(part), -1, 1, size) for part in parts)
+        by = place.by
+        assert by is not None
+        keep(cache, place.at, turn(keys, by), values)
+        known, weighed = (held[:, :, : place.longest] for held in cache)
+        grouped = True if queries.shape[1] != key_heads else False  # noqa: SIM210 (under torch.compile, a plain bool)
+        mixed = F.scaled_dot_product_attention(
+            turn(queries, by), known, weighed, attn_mask=place.mask, enable_gqa=grouped
+        )
+        return mixed.flatten(1)
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+
+class Fused:
+    """Triton: one launch for a norm and the sum before it, one for a gate, two (short caches: one) for attention."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        from narrowcast.kernels.triton import attention, norms
+
+        self._attention, self._norms = attention, norms
+
+    def place(self, at: Tensor, turns: Tensor, longest: int) -> Place:
+        return Place(at, turns, longest)
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+        assert norm.eps is not None
+        return self._norms.add_norm(x, delta, norm.weight, norm.eps)
+
+    def attend(self, parts: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
+        return self._attention.attend(*parts, place.turns, place.at, *cache)
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self._norms.gate(gate, up)
+
+
+def kernels_for(decoder: nn.Module, device: torch.device) -> Kernels:
+    """`Fused` on CUDA, where its kernels take the decoder; else `Torch`."""
+    if device.type != "cuda":
+        return Torch()
+    norms = [module for module in decoder.modules() if isinstance(module, nn.RMSNorm)]
+    kinds = {norm.weight.dtype for norm in norms}
+    if len(kinds) > 1 or not kinds <= {torch.float32, torch.float16, torch.bfloat16}:
+        return Torch(f"norms are {', '.join(sorted(map(str, kinds)))}, not all of one kind that Triton is used for")
+    try:
+        return Fused()
+    except ImportError as error:
+        return Torch(f"Triton cannot be imported: {error}")
