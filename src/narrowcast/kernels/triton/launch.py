@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.kernels import reference
 from narrowcast.kernels.contract import Kernel
 from narrowcast.kernels.cuda import choose
 from narrowcast.kernels.layout import Grid, Recipe
@@ -17,6 +16,7 @@ from narrowcast.kernels.triton import fake_quantize, integer, linear
 from narrowcast.kernels.triton.codes import INTERPRETED
 from narrowcast.kernels.triton.moments import adamw
 from narrowcast.kernels.triton.rows import decode, decode_sum_encode, encode
+from narrowcast.kernels.triton.search import encode_searched
 from narrowcast.kernels.windows import Window
 
 
@@ -26,8 +26,6 @@ class Triton(Kernel):
     name = "triton"
 
     def runs(self, operation: str, recipe: Recipe, device: torch.device) -> str:
-        if operation == "encode_searched":
-            return "reference"
         in_cuda = operation == "linear" and not INTERPRETED and choose.takes(recipe, device)
         return "cuda" if in_cuda else self.name
 
@@ -39,7 +37,11 @@ class Triton(Kernel):
             encode(target, rows, recipe, seed)
 
     def _encode_searched(self, out: Tensor, rows: Tensor, importance: Tensor | None, recipe: Recipe) -> None:
-        out.copy_(reference.encode_searched(rows, importance, recipe))  # plain torch, on the GPU
+        if rows.numel() == 0:
+            return
+        rows = rows if rows.shape[1] == 1 or rows.stride(1) == 1 else rows.contiguous()
+        with _writable(out, 16) as target:
+            encode_searched(target, rows, importance, recipe)
 
     def _decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
         if out.numel() == 0:

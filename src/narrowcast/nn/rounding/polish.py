@@ -18,6 +18,8 @@ from narrowcast.kernels.layout import layout
 COLUMNS = 128
 """Columns whose changes are applied at once to those outside of them."""
 SWEEPS = 2
+SYSTEMS = 1 << 25
+"""Numbers, in fp64, of the systems that are solved at once for the scales of rows: 256 MB."""
 
 
 def polish(weight: Tensor, codec: Codec, rows: Tensor, moments: Tensor) -> Tensor:
@@ -36,7 +38,13 @@ def _better(weight: Tensor, codec: Codec, rows: Tensor, other: Tensor, moments: 
 
 
 def _fit_scales(weight: Tensor, codec: Codec, rows: Tensor, moments: Tensor) -> Tensor:
-    """Rows with the same codes and the scales that fit them best."""
+    """Rows with the same codes and the scales that fit them best; some rows at a time, since each has a system."""
+    at_once = max(1, SYSTEMS // max(layout(codec.format, weight.shape[1]).blocks, 1) ** 2)
+    parts = [slice(first, first + at_once) for first in range(0, len(weight), at_once)]
+    return torch.cat([_fit_some_scales(weight[part], codec, rows[part], moments) for part in parts])
+
+
+def _fit_some_scales(weight: Tensor, codec: Codec, rows: Tensor, moments: Tensor) -> Tensor:
     count, k = weight.shape
     fields = codec.split(rows, k)
     if fields.scales is None:

@@ -165,7 +165,7 @@ class _Block:
         self.block, self.states, self.calls, self.device = block, states, calls, device
         self.exact = exact
         self.masks: list[Tensor | None] = [None] * len(states)
-        self.twin = copy_modules(block)  # with the float weights, which it shares
+        self.twin = _with_own_parameters(copy_modules(block))  # the float weights, in the same memory
         self.names = {id(module): name for name, module in block.named_modules()}
 
     def steps(self, weights: Sequence[Weight]) -> list[list[Weight]]:
@@ -265,6 +265,17 @@ def _capture(
 
 def _call(block: nn.Module, hidden: Tensor, call: Call, device: torch.device) -> Any:
     return block(hidden.to(device), *move(call.rest, device), **move(call.kwargs, device))
+
+
+def _with_own_parameters(block: nn.Module) -> nn.Module:
+    """Parameters of its own that hold the same memory. So a float weight that is moved out of a GPU's memory once it is
+    rounded (resume.py) stays there for the block's twin until the block is done.
+    """
+    for module in block.modules():
+        for name, parameter in module._parameters.items():
+            if type(parameter) is nn.Parameter:
+                module._parameters[name] = nn.Parameter(parameter.data, requires_grad=False)
+    return block
 
 
 def _first(output: Any) -> Any:
