@@ -107,6 +107,12 @@ inline void widen_half(const Half16* in, float* out, int64_t n) {
         x = _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000)));
         _mm512_storeu_ps(out, x);
     }
+#elif defined(__F16C__)
+    for (; n >= 8; n -= 8, in += 8, out += 8) {
+        const __m256 x = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
+        const __m256 canonical = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));
+        _mm256_storeu_ps(out, _mm256_blendv_ps(x, canonical, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+    }
 #endif
     for (int64_t i = 0; i < n; ++i) out[i] = Half::widen(in[i]);
 }

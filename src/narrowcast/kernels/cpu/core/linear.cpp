@@ -39,6 +39,20 @@ struct Sums {
         }
     }
 
+    // The same for all columns of a step, row by row.
+    NC_FORCED void columns(const Code& code, const Bits (&words)[ROWS], const float* x, int64_t x_stride) {
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+            Vector weight[Code::EACH];
+            code.values(words[r], weight);
+#pragma GCC unroll 8
+            for (int j = 0; j < Code::EACH; ++j) {
+#pragma GCC unroll 4
+                for (int b = 0; b < BATCH; ++b) sum[r][b] += weight[j] * read<Vector>(x + b * x_stride + j * LANES);
+            }
+        }
+    }
+
     template <int... J>
     NC_FORCED void step(const Code& code, const uint8_t* const (&at)[ROWS], const float* x, int64_t x_stride,
                         std::integer_sequence<int, J...>) {
@@ -48,7 +62,8 @@ struct Sums {
             words[r] = code.words(at[r]);
             if constexpr (Code::CHECKED) odd[r] |= code.odd(words[r]);
         }
-        (column<J>(code, words, x, x_stride), ...);
+        if constexpr (AT_ONCE<Code>) columns(code, words, x, x_stride);
+        else (column<J>(code, words, x, x_stride), ...);
     }
 };
 

@@ -221,28 +221,4 @@ struct Wide {
     }
 };
 
-// f(Code(spec)) for the Code that the spec names.
-template <class F>
-inline void with_code(const Spec& spec, const F& f) {
-#define NC_WIDTH(E, CODE, N) \
-    case (E << 4) + N: return f(CODE<N>(spec));
-#define NC_WIDTHS(E, CODE) \
-    NC_WIDTH(E, CODE, 2) NC_WIDTH(E, CODE, 3) NC_WIDTH(E, CODE, 4) NC_WIDTH(E, CODE, 5) NC_WIDTH(E, CODE, 6) \
-    NC_WIDTH(E, CODE, 7) NC_WIDTH(E, CODE, 8)
-    switch ((spec.element << 4) + (spec.bits & 15)) {
-        NC_WIDTHS(INT, TwosComplement)
-        NC_WIDTHS(AFFINE, Offsets)
-        NC_WIDTHS(LEVELS, Looked)
-        NC_WIDTH(LEVELS, Looked, 1)
-        case (SIGN << 4) + 1: return f(Signs(spec));
-        case (E4M3 << 4) + 8: return f(CodesE4M3(spec));
-        case (E5M2 << 4) + 8: return f(CodesE5M2(spec));
-        case BF16 << 4: return f(Brains(spec));
-        case FP16 << 4: return f(Wide<true>(spec));
-        default: return f(Wide<false>(spec));
-    }
-#undef NC_WIDTHS
-#undef NC_WIDTH
-}
-
 }  // namespace
