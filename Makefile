@@ -58,7 +58,7 @@ soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, 
 gpu: $(VENV)/.dev        ## the kernels on a real GPU
 	$(BIN)/pytest tests/kernels/triton tests/nn tests/distributed/test_cuda.py
 	$(BIN)/pytest tests/distributed/test_nccl_ranks.py
-	$(BIN)/pytest -m gpu tests/distributed/transport/test_wire_contract.py tests/distributed/gradients/test_fsdp_cuda.py tests/compat
+	$(BIN)/pytest -m gpu tests/distributed/transport/test_wire_contract.py tests/distributed/gradients/test_fsdp_cuda.py tests/compat tests/generate
 	$(BIN)/python bench/gpu.py
 	$(BIN)/python bench/gpu_linear.py
 	$(BIN)/python bench/nccl.py

@@ -61,6 +61,31 @@ def turned(x, near, SIZE: tl.constexpr, d, cos, sin, mask, KIND: tl.constexpr):
     return one * cos + other * sin
 
 
+@triton.jit
+def over_span(q, new_key, new_value, key_cache, value_cache, begin, end, now, d, inside, KIND: tl.constexpr,
+              GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """Queries [GROUP, WIDE] over positions from `begin` to `end`: largest scores, sums, and mixed values."""
+    top = tl.full([GROUP], float("-inf"), tl.float32)
+    mass = tl.zeros([GROUP], tl.float32)
+    mixed = tl.zeros([GROUP, WIDE], tl.float32)
+    for first in range(begin, end, STEP):
+        place = first + tl.arange(0, STEP)
+        cell = place[:, None] * SIZE + d[None, :]
+        known = (place < now)[:, None] & inside[None, :]
+        here = (place == now)[:, None]
+        key = tl.where(here, new_key[None, :], tl.load(key_cache + cell, mask=known, other=0))
+        value = tl.where(here, new_value[None, :], tl.load(value_cache + cell, mask=known, other=0))
+        score = tl.sum(q[:, None, :] * from_kind(key, KIND)[None, :, :], 2)
+        score = tl.where((place <= now)[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        keep = tl.exp2(top - higher)
+        share = tl.exp2(score - higher[:, None])
+        mass = mass * keep + tl.sum(share, 1)
+        mixed = mixed * keep[:, None] + tl.sum(share[:, :, None] * from_kind(value, KIND)[None, :, :], 1)
+        top = higher
+    return top, mass, mixed
+
+
 @triton.jit(do_not_specialize=["scale"])
 def attend_kernel(queries, keys, values, turns, at, key_cache, value_cache, out, sums, q_stride, k_stride, v_stride,
                   cache_stride, head_stride, span, scale, KIND: tl.constexpr, HEADS: tl.constexpr,
@@ -90,24 +115,9 @@ def attend_kernel(queries, keys, values, turns, at, key_cache, value_cache, out,
         mine = d < tl.where(now < begin + span, SIZE, 0)
         tl.store(key_cache + base + now * SIZE + d, new_key, mask=mine)
         tl.store(value_cache + base + now * SIZE + d, new_value, mask=mine)
-        top = tl.full([GROUP], float("-inf"), tl.float32)
-        mass = tl.zeros([GROUP], tl.float32)
-        mixed = tl.zeros([GROUP, WIDE], tl.float32)
-        for first in range(begin, tl.minimum(begin + span, now + 1), STEP):
-            place = first + tl.arange(0, STEP)
-            cell = base + place[:, None] * SIZE + d[None, :]
-            known = (place < now)[:, None] & inside[None, :]
-            here = (place == now)[:, None]
-            key = tl.where(here, new_key[None, :], tl.load(key_cache + cell, mask=known, other=0))
-            value = tl.where(here, new_value[None, :], tl.load(value_cache + cell, mask=known, other=0))
-            score = tl.sum(q[:, None, :] * from_kind(key, KIND)[None, :, :], 2)
-            score = tl.where((place <= now)[None, :], score, float("-inf"))
-            higher = tl.maximum(top, tl.max(score, 1))
-            keep = tl.exp2(top - higher)
-            share = tl.exp2(score - higher[:, None])
-            mass = mass * keep + tl.sum(share, 1)
-            mixed = mixed * keep[:, None] + tl.sum(share[:, :, None] * from_kind(value, KIND)[None, :, :], 1)
-            top = higher
+        top, mass, mixed = over_span(q, new_key, new_value, key_cache + base, value_cache + base, begin,
+                                     tl.minimum(begin + span, now + 1), now, d, inside, KIND, GROUP, SIZE, WIDE,
+                                     STEP)  # fmt: skip
         heads = tl.num_programs(1) * HEADS
         to = row * heads + head * HEADS + g
         wanted = (g < HEADS)[:, None] & inside[None, :]
