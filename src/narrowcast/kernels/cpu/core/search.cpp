@@ -30,26 +30,38 @@ struct Choice {
 inline Choice better(const Choice& found, const Choice& other) { return other.loss < found.loss ? other : found; }
 inline Choice promising(const Choice& found, const Choice& other) { return other.floor < found.floor ? other : found; }
 
-// 64 lanes, folded in halves; of 32 the others are zero.
+// Four sums of 64 lanes each, folded in halves; of 32 the others are zero.
 template <int LANES>
-inline float fold(const float* __restrict lanes) {
+inline void fold_four(const float* __restrict a, const float* __restrict b, const float* __restrict c,
+                      const float* __restrict d, float* __restrict out) {
 #if defined(__AVX2__)
-    __m256 sums[4];
-    for (int i = 0; i < 4; ++i) {
-        sums[i] = _mm256_load_ps(lanes + 8 * i);
-        if (LANES == 64) sums[i] = _mm256_add_ps(sums[i], _mm256_load_ps(lanes + 32 + 8 * i));
-    }
-    const __m256 eight = _mm256_add_ps(_mm256_add_ps(sums[0], sums[2]), _mm256_add_ps(sums[1], sums[3]));
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+    auto eight = [](const float* __restrict lanes) {
+        __m256 sums[4];
+        for (int i = 0; i < 4; ++i) {
+            sums[i] = _mm256_load_ps(lanes + 8 * i);
+            if (LANES == 64) sums[i] = _mm256_add_ps(sums[i], _mm256_load_ps(lanes + 32 + 8 * i));
+        }
+        return _mm256_add_ps(_mm256_add_ps(sums[0], sums[2]), _mm256_add_ps(sums[1], sums[3]));
+    };
+    const __m256 first = eight(a), second = eight(b), third = eight(c), fourth = eight(d);
+    auto four = [](__m256 one, __m256 other) {
+        return _mm256_add_ps(_mm256_permute2f128_ps(one, other, 0x20), _mm256_permute2f128_ps(one, other, 0x31));
+    };
+    const __m256 front = four(first, second), back = four(third, fourth);
+    const __m256 two = _mm256_add_ps(_mm256_shuffle_ps(front, back, 0x44), _mm256_shuffle_ps(front, back, 0xEE));
+    const __m256 one = _mm256_add_ps(two, _mm256_movehdup_ps(two));  // of a, c in the lower half, of b, d in the upper
+    const __m128 lower = _mm256_castps256_ps128(one), upper = _mm256_extractf128_ps(one, 1);
+    _mm_storeu_ps(out, _mm_unpacklo_ps(_mm_shuffle_ps(lower, lower, 0x88), _mm_shuffle_ps(upper, upper, 0x88)));
 #else
-    float sums[32];
-    for (int i = 0; i < 32; ++i) sums[i] = LANES == 64 ? lanes[i] + lanes[i + 32] : lanes[i];
-    for (int i = 0; i < 16; ++i) sums[i] += sums[i + 16];
-    for (int i = 0; i < 8; ++i) sums[i] += sums[i + 8];
-    for (int i = 0; i < 4; ++i) sums[i] += sums[i + 4];
-    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+    const float* lanes[4] = {a, b, c, d};
+    for (int sum = 0; sum < 4; ++sum) {
+        float sums[32];
+        for (int i = 0; i < 32; ++i) sums[i] = LANES == 64 ? lanes[sum][i] + lanes[sum][i + 32] : lanes[sum][i];
+        for (int i = 0; i < 16; ++i) sums[i] += sums[i + 16];
+        for (int i = 0; i < 8; ++i) sums[i] += sums[i + 8];
+        for (int i = 0; i < 4; ++i) sums[i] += sums[i + 4];
+        out[sum] = (sums[0] + sums[2]) + (sums[1] + sums[3]);
+    }
 #endif
 }
 
@@ -89,16 +101,55 @@ struct Block {
     }
 
     template <bool WEIGHTED>
-    inline Choice tried(Scaling by) const {
-        Sums<LANES> sums;
+    inline void sum(Scaling by, Sums<LANES>& sums) const {
         add<WEIGHTED, true>(0, by, sums);
         for (int64_t begin = LANES; begin < count; begin += LANES) add<WEIGHTED, false>(begin, by, sums);
-        const float loss = fold<LANES>(sums.errors), cross = fold<LANES>(sums.cross), step = cross / fold<LANES>(sums.squares);
+    }
+
+    inline Choice choice(Scaling by) const {
+        Sums<LANES> sums;
+        if (weights) sum<true>(by, sums);
+        else sum<false>(by, sums);
+        float total[4];
+        fold_four<LANES>(sums.errors, sums.cross, sums.squares, sums.squares, total);
+        const float loss = total[0], cross = total[1], step = cross / total[2];
         // A power of two is far from the one that fits best: it is judged by what it loses itself.
         return Choice{by, loss, spec.scale == SCALE_E8M0 ? loss : loss - cross * step, by.scale + step};
     }
 
-    inline Choice choice(Scaling by) const { return weights ? tried<true>(by) : tried<false>(by); }
+    // The nearest scale and three others at once: their sums are folded, and their fits divided, side by side.
+    template <bool WEIGHTED>
+    inline Choice lowest_of_four(Scaling nearest, Choice& first) const {
+        Sums<LANES> sums[4];
+        Scaling by[4];
+        bool allowed[4];
+        for (int i = 0; i < 4; ++i) {
+            const float scale = i ? round_to_stored(nearest.scale * how.factors[i - 1], spec.scale, spec.limit) : nearest.scale;
+            allowed[i] = i == 0 || (spec.signed_scale ? std::fabs(scale) : scale) >= 0x1p-126f;
+            by[i].scale = allowed[i] ? scale : nearest.scale, by[i].zero = nearest.zero;
+        }
+        for (int i = 0; i < 4; ++i) by[i].inverse = 1.0f / by[i].scale;
+        by[0].inverse = nearest.inverse;
+        for (int i = 0; i < 4; ++i) sum<WEIGHTED>(by[i], sums[i]);
+        float loss[4], cross[4], squares[4], floor[4], fit[4];
+        fold_four<LANES>(sums[0].errors, sums[1].errors, sums[2].errors, sums[3].errors, loss);
+        fold_four<LANES>(sums[0].cross, sums[1].cross, sums[2].cross, sums[3].cross, cross);
+        fold_four<LANES>(sums[0].squares, sums[1].squares, sums[2].squares, sums[3].squares, squares);
+        for (int i = 0; i < 4; ++i) {
+            const float step = cross[i] / squares[i];
+            floor[i] = loss[i] - cross[i] * step, fit[i] = by[i].scale + step;
+        }
+        // Which one wins cannot be foretold: no branches.
+        uint32_t at = 0;
+        float low = floor[0];
+        for (uint32_t i = 1; i < 4; ++i) {
+            const bool less = allowed[i] & (floor[i] < low);
+            at ^= (at ^ i) & (0u - uint32_t(less));
+            low = floor[at];
+        }
+        first = Choice{by[0], loss[0], floor[0], fit[0]};
+        return Choice{by[at], loss[at], floor[at], fit[at]};
+    }
 
     // The stored scale nearest to `wanted`; one that may not be used never wins.
     inline Choice choice(float wanted, int32_t zero) const {
@@ -108,14 +159,15 @@ struct Block {
     }
 
     Scaling best(Scaling nearest) const {
-        // Losses first, comparisons then: a processor works on several candidates at once if no branch stands between them.
-        Choice tried[Search::MOST + 1];
-        tried[0] = choice(nearest);
-        for (int64_t i = 0; i < how.factor_count; ++i) tried[i + 1] = choice(nearest.scale * how.factors[i], nearest.zero);
-        int64_t lowest = 0;
-        for (int64_t i = 1; i <= how.factor_count; ++i) lowest = tried[i].floor < tried[lowest].floor ? i : lowest;
-        const Choice first = tried[0];
-        Choice found = tried[lowest];
+        Choice first, found;
+        if (how.factor_count == 3 && spec.scale != SCALE_E8M0) {
+            found = weights ? lowest_of_four<true>(nearest, first) : lowest_of_four<false>(nearest, first);
+        } else {
+            found = first = choice(nearest);
+            for (int64_t i = 0; i < how.factor_count; ++i) {
+                found = promising(found, choice(nearest.scale * how.factors[i], nearest.zero));
+            }
+        }
         for (int step = -1; spec.element == AFFINE && step <= 1; step += 2) {
             const int32_t zero = std::min(std::max(found.by.zero + step, 0), (1 << spec.bits) - 1);
             found = promising(found, choice(Scaling{found.by.scale, found.by.inverse, zero}));
