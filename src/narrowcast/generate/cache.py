@@ -38,11 +38,11 @@ class Cache:
 
 def keep(cache: tuple[Tensor, Tensor], at: Tensor, keys: Tensor, values: Tensor) -> None:
     """Keep one position of each sequence, [batch, key_heads, 1, head_size], at positions `at` [batch] of a layer."""
-    rows = torch.arange(len(at), device=at.device)
+    rows = torch.arange(len(at), dtype=torch.int64, device=at.device)
     cache[0][rows, :, at] = keys[:, :, 0]
     cache[1][rows, :, at] = values[:, :, 0]
 
 
 def seen(at: Tensor, longest: int) -> Tensor:
     """Which of the first `longest` positions a sequence at `at` [batch] attends to: bool [batch, 1, 1, longest]."""
-    return (torch.arange(longest, device=at.device) <= at[:, None])[:, None, None, :]
+    return (torch.arange(longest, dtype=torch.int64, device=at.device) <= at[:, None])[:, None, None, :]

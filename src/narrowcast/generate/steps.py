@@ -77,7 +77,7 @@ class Graph:
 
     def __init__(self, choice: Choice, tokens: Tensor, at: Tensor) -> None:
         self._tokens, self._at = tokens.clone(), at.clone()
-        self._host = torch.empty(2, len(tokens), dtype=tokens.dtype, pin_memory=True)
+        self._host = torch.empty(2, len(tokens), dtype=tokens.dtype, device="cpu", pin_memory=True)
         self._ready = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
         self._begun = self._read = 0
         with torch.inference_mode(), torch.cuda.device(tokens.device):

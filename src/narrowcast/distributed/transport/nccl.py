@@ -225,7 +225,7 @@ class NcclWire:
             into, rows = ([each[i : i + (i != self.rank)] for i in range(self.size)] for each in bytes_)
             group.alltoall(into, rows).wait()
         if self._two:
-            self._groups[0].allreduce([torch.zeros(1, device=device)]).wait()
+            self._groups[0].allreduce([torch.zeros(1, dtype=torch.float32, device=device)]).wait()
 
     def _give_up(self, error: WireError) -> None:
         self.trouble = error

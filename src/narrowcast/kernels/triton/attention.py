@@ -162,9 +162,9 @@ def attend(
     spans = divide(positions, batch * key_heads, group, wide)
     out = torch.empty(batch, heads * size, dtype=queries.dtype, device=queries.device)
     split = spans.count > 1
-    floats = {"dtype": torch.float32, "device": queries.device}
-    parts = torch.empty(batch * heads * spans.count, size, **floats) if split else bits_of(out)
-    sums = torch.empty(batch * heads * spans.count, 2, **floats) if split else turns
+    every, device = batch * heads * spans.count, queries.device
+    parts = torch.empty(every, size, dtype=torch.float32, device=device) if split else bits_of(out)
+    sums = torch.empty(every, 2, dtype=torch.float32, device=device) if split else turns
     sizes = {"KIND": kind, "SIZE": size, "WIDE": wide, **early(queries.device)}
     with on(queries.device):
         attend_kernel[(spans.count, key_heads, batch)](
