@@ -111,6 +111,7 @@ def test_an_error_of_a_capture_says_where_and_what_to_do() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("codec", [None, *CODECS])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 20, 0.95)])
 def test_a_graph_writes_what_eager_steps_write(codec: str | None, sampling: Sampling) -> None:
@@ -128,6 +129,7 @@ def test_a_graph_writes_what_eager_steps_write(codec: str | None, sampling: Samp
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_what_cannot_be_captured_is_refused_with_the_way_out() -> None:
     class Asking(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -142,6 +144,7 @@ def test_what_cannot_be_captured_is_refused_with_the_way_out() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("codec", CODECS)
 def test_cuda_graphs_of_torch_compile_hold_our_kernels(codec: str) -> None:
     check_compiled("cuda", codec, mode="reduce-overhead")
