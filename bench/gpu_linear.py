@@ -32,7 +32,7 @@ from narrowcast.kernels import reference
 from narrowcast.kernels.cuda import choose, nvrtc
 from narrowcast.kernels.cuda.cuts import Cut, tile_cut
 from narrowcast.kernels.cuda.formats import block_of, codes_of, sources
-from narrowcast.kernels.cuda.launch import launch_cut, launch_slices
+from narrowcast.kernels.cuda.launch import launch_cut, launch_slices, reading
 from narrowcast.kernels.cuda.slices import Slices, divide
 from narrowcast.kernels.layout import Recipe
 
@@ -227,7 +227,7 @@ def sweep_slices(batches: list[int]) -> list[dict[str, object]]:
     with ThreadPoolExecutor(os.cpu_count(), initializer=lambda: torch.zeros(1, device="cuda")) as pool:
         files, device = sources("slices"), torch.cuda.current_device()
         every = {slices.defines for ways in made.values() for slices in ways}
-        list(pool.map(lambda defines: nvrtc.function(files, "slices", defines, device, True), every))
+        list(pool.map(lambda defines: nvrtc.function(files, "slices", (*defines, *reading()), device, True), every))
     found: list[dict[str, object]] = []
     for (spec, batch, (n, k)), ways in made.items():
         codec = nc.codec(spec)

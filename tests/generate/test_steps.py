@@ -130,6 +130,21 @@ def test_a_graph_writes_what_eager_steps_write(codec: str | None, sampling: Samp
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_longer_generation_in_between_does_not_change_one_that_is_under_way() -> None:
+    decoder = random_decoder(SHAPE, dtype=torch.bfloat16, device="cuda")
+    alone = generate(decoder, PROMPTS, 16).run()
+    under_way = generate(decoder, PROMPTS, 16)
+    steps = iter(under_way)
+    next(steps)
+    generate(decoder, PROMPTS, 100).run()
+    overwritten = [torch.full((1 << size,), float("nan"), device="cuda") for size in range(4, 20)]  # what was freed
+    for _ in steps:
+        pass
+    assert under_way.tokens == alone, len(overwritten)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_what_cannot_be_captured_is_refused_with_the_way_out() -> None:
     class Asking(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

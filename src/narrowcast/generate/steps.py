@@ -18,6 +18,7 @@ from narrowcast.generate.cache import Cache
 from narrowcast.generate.decoder import Decoder
 from narrowcast.generate.kernels import Kernels
 from narrowcast.generate.sampling import Sampling
+from narrowcast.kernels.early import weights_written_long_ago
 
 
 class Choice(NamedTuple):
@@ -30,7 +31,8 @@ class Choice(NamedTuple):
     generator: torch.Generator
 
     def next(self, tokens: Tensor, at: Tensor, longest: int) -> Tensor:
-        logits = self.decoder.advance(tokens, at, self.cache, longest, self.kernels)
+        with weights_written_long_ago():
+            logits = self.decoder.advance(tokens, at, self.cache, longest, self.kernels)
         return self.sampling.choose(logits, self.generator)
 
 
@@ -80,6 +82,8 @@ class Graph:
         self._host = torch.empty(2, len(tokens), dtype=tokens.dtype, device="cpu", pin_memory=True)
         self._ready = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
         self._begun = self._read = 0
+        self._turns = choice.decoder.turns_up_to(choice.cache.positions, tokens.device)
+        """The graph has their address; a longer generation gives the decoder others."""
         with torch.inference_mode(), torch.cuda.device(tokens.device):
             self._graph = self._capture(choice)
 
@@ -97,7 +101,7 @@ class Graph:
         if choice.sampling.temperature:
             graph.register_generator_state(choice.generator)
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=beside, capture_error_mode="thread_local"):
                 self._tokens.copy_(choice.next(self._tokens, self._at, longest))
                 self._at.add_(1)
         except RuntimeError as error:

@@ -14,6 +14,7 @@ from ranks import run
 
 import narrowcast as nc
 from narrowcast import distributed as ncd
+from narrowcast.distributed.planning.link import measure_link
 from narrowcast.distributed.protocols import together
 from narrowcast.distributed.protocols.together import in_one_stage
 from narrowcast.distributed.transport import nccl
@@ -131,6 +132,35 @@ def _halves(rank: int) -> None:
     work.wait()
     assert float(y[5]) == 3.0
     assert float(z[5]) == 1.0
+
+
+def _too_large_for_fp16(rank: int) -> list[float]:
+    nccl_stand_in.use()
+    results = []
+    for numel in (8, 40_000):  # as it is, and in rows
+        x = torch.full((numel,), 40_000.0, dtype=torch.float16)
+        x[1] = float("inf")
+        x[2] = -40_000.0
+        ncd.all_reduce(x, codec="fp16")
+        results.append(x[:3].tolist())
+    assert results[0] == results[1]
+    return results[0]
+
+
+def test_sums_that_fp16_cannot_hold_are_its_largest_number_however_small_the_tensor_is() -> None:
+    assert run(2, _too_large_for_fp16) == [[65504.0, float("inf"), -65504.0]] * 2
+
+
+def _link(rank: int) -> int:
+    nccl_stand_in.use()
+    sums, plain = [], NcclWire.add_up
+    NcclWire.add_up = lambda self, tensor: (sums.append(len(tensor)), plain(self, tensor))[1]  # type: ignore[method-assign]
+    measure_link()
+    return len(sums)
+
+
+def test_a_link_is_measured_with_rows_as_gradients_are_sent() -> None:
+    assert run(2, _link) == [0, 0]
 
 
 def test_small_halves_add_up_in_fp32_and_tensors_of_inference_mode_too() -> None:

@@ -164,6 +164,25 @@ def test_what_fails_when_all_have_come_does_not_part_those_who_have_seen_it_from
     assert Failure.from_bytes(page.get("failure")).reason == "a reason", "and each learns of it from the connections"
 
 
+def test_who_gives_up_says_so_unless_the_last_one_came_in_that_moment() -> None:
+    """Each of many late arrivals around the deadline: both ranks have met, or neither."""
+
+    def late(delay: float) -> tuple[str, str]:
+        (first, _), (second, _) = _boards(2, seconds=1.0)
+
+        def come() -> str:
+            time.sleep(delay)
+            return second.meet(0, threading.Event())
+
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(come)
+            return first.meet(0, threading.Event()), other.result()
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(late, [0.9 + 0.006 * i for i in range(24)]))
+    assert all((one == "") == (other == "") for one, other in found), found
+
+
 def test_a_meeting_of_a_group_that_is_destroyed_ends() -> None:
     (board, _), _ = _boards(2)
     closing = threading.Event()

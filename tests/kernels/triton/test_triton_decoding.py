@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from decoding_cases import ATTENTIONS, DTYPES, NORMS, check_attention, check_gate, check_norm
+from narrowcast.errors import DtypeError
 from processes import in_interpreter
 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
@@ -60,3 +61,12 @@ def test_spans_cover_every_position_once() -> None:
             assert length % step == 0
             assert (count - 1) * length < positions <= count * length
             assert count <= MOST
+
+
+@here
+def test_a_norm_of_another_dtype_than_the_activations_is_refused() -> None:
+    from narrowcast.kernels.triton import norms
+
+    x, weight = torch.zeros(1, 8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.float32)
+    with pytest.raises(DtypeError, match="one dtype"):
+        norms.add_norm(x, None, weight, 1e-6)

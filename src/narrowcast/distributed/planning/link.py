@@ -198,7 +198,7 @@ def average(group: Group, flat: Tensor, codec: Codec) -> None:
     """The two-stage reduction of `flat` [numel], on the wire that is measured."""
 
     def protocol(collective: Collective) -> None:
-        two_stage.all_reduce(collective, flat, collective.size)
+        two_stage.all_reduce_rows(collective, flat, collective.size)
 
     _launch(group, codec, f"numel={flat.numel()}", protocol, flat)
 

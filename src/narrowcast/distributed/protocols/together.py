@@ -24,6 +24,7 @@ from narrowcast.distributed.collective import Collective
 from narrowcast.distributed.encoder import lossless
 from narrowcast.distributed.transport.wire import TogetherWire
 from narrowcast.kernels import operators
+from narrowcast.kernels.reference.casts import cast_output
 
 PREPARED = 256
 """So many kinds of calls are prepared at a time, in a group."""
@@ -71,7 +72,7 @@ def add_up(collective: Collective, flat: Tensor, divisor: int) -> None:
         with torch.inference_mode():  # where any tensor may be written to, those of inference mode, too
             total.div_(divisor)
             if total is not flat:
-                flat.copy_(total)
+                flat.copy_(cast_output(total, flat.dtype))
     collective.encoder.meter.sent_bytes += 2 * (collective.size - 1) * total.nbytes // collective.size
 
 

@@ -55,7 +55,12 @@ def all_reduce(collective: Collective, flat: Tensor, divisor: int) -> None:
     """Sum `flat` [numel] over all ranks, in place."""
     if collective.wire.together and together.goes_as_it_is(collective.call.codec, flat):
         together.add_up(collective, flat, divisor)
-        return
+    else:
+        all_reduce_rows(collective, flat, divisor)
+
+
+def all_reduce_rows(collective: Collective, flat: Tensor, divisor: int) -> None:
+    """The same, encoded however small `flat` is."""
     if collective.wire.together and not collective.call.codec.stochastic:  # there every row has a seed of its own
         together.all_reduce(collective, flat, split(len(flat), collective.size), divisor)
         return

@@ -137,7 +137,8 @@ class Connections:
         trouble = self._board.meet(generation, self.closing)
         if trouble:
             raise WireError(self.rank, trouble, "unmet")
-        left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        moment = min(1.0, 0.1 * self.timeout.total_seconds())  # where the last one came in the last moment
+        left = timedelta(seconds=max(moment, deadline - time.monotonic()))
         try:
             gloo = Gloo(self._board.page(generation), self.rank, self.ranks, self.timeout, left)
         except RuntimeError as error:

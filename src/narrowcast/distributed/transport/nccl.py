@@ -39,6 +39,9 @@ HALVED = 1 << 19
 """Rows of more bytes go in two halves. That held the host up for 0.14 ms more (1 MB beside 64 KB with two ranks,
 bench/results/nccl.md), which is what it saves of 690 KB, by the times above."""
 
+SUMS = (1, 1 << 14, 1 << 20)
+"""Elements of the sums that ranks meet with: NCCL connects them anew for each of its algorithms, which follow sizes."""
+
 END_SECONDS = 10.0
 """How long a communicator is waited for that is to end."""
 
@@ -225,7 +228,8 @@ class NcclWire:
             into, rows = ([each[i : i + (i != self.rank)] for i in range(self.size)] for each in bytes_)
             group.alltoall(into, rows).wait()
         if self._two:
-            self._groups[0].allreduce([torch.zeros(1, dtype=torch.float32, device=device)]).wait()
+            for numel in SUMS:
+                self._groups[0].allreduce([torch.zeros(numel, dtype=torch.float32, device=device)]).wait()
 
     def _give_up(self, error: WireError) -> None:
         self.trouble = error

@@ -46,10 +46,11 @@ extern "C" __global__ __launch_bounds__(TEAMS* KS * 32, RESIDENT / (TEAMS * KS *
         if (chunk >= steps * KS) chunk = part, next += many;
     };
     admit_the_next();
+    if (!READ_WEIGHTS_EARLY) after_the_last();
     Stage stages[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) fetch(stages[i]);
-    after_the_last();
+    if (READ_WEIGHTS_EARLY) after_the_last();
     // Several loads at a time: one after the other, their latency would be most of a small layer's time.
 #pragma unroll 4
     for (int i = threadIdx.x; i < chunks * 64; i += TEAMS * KS * 32) {

@@ -57,8 +57,8 @@ __device__ __forceinline__ void admit_the_next() {
 #endif
 }
 
-// Until here a kernel writes nothing, and reads only what no kernel of a stream writes while others run early: weights and
-// tables. Whoever writes those (encoders, copies) admits no early kernel, so they have ended by then.
+// What kernels before this one wrote may be read from here on, and nothing is written before. Weights may be read earlier
+// where READ_WEIGHTS_EARLY is set: the caller knows that they were written long ago (kernels/early.py).
 __device__ __forceinline__ void after_the_last() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

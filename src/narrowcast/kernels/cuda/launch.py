@@ -10,6 +10,7 @@ from narrowcast.kernels.cuda.cuts import Cut
 from narrowcast.kernels.cuda.formats import KINDS, levels_of, sources
 from narrowcast.kernels.cuda.nvrtc import Int
 from narrowcast.kernels.cuda.slices import Slices
+from narrowcast.kernels.early import may_read_weights_early
 from narrowcast.kernels.layout import Recipe, layout
 
 
@@ -18,7 +19,7 @@ def launch_cut(cut: Cut, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, b
     n, k = len(data), x.shape[1]
     scales = Int(layout(recipe.format, k).scales_offset)
     with torch.cuda.device(x.device):
-        kernel = nvrtc.function(sources(cut.name), cut.name, cut.defines, x.device.index, early=True)
+        kernel = nvrtc.function(sources(cut.name), cut.name, cut.defines + reading(), x.device.index, early=True)
         sizes = (Int(n), Int(k), data.stride(0) if n > 1 else 0, scales)
         if cut.name == "dot":
             kernel(cut.grid, cut.threads, cut.shared, (data, x, out, bias, *sizes))
@@ -35,7 +36,7 @@ def launch_slices(slices: Slices, out: Tensor, x: Tensor, data: Tensor, recipe: 
     stride = data.stride(0) if n > 1 else 0
     sizes = (Int(len(x)), Int(n), Int(k), stride, Int(layout(recipe.format, k).scales_offset), x.stride(0), Int(parts))
     sums = out if parts == 1 else torch.empty(parts, len(x), n, dtype=torch.float32, device=x.device)
-    kernel = nvrtc.function(sources("slices"), "slices", slices.defines, x.device.index, early=True)
+    kernel = nvrtc.function(sources("slices"), "slices", slices.defines + reading(), x.device.index, early=True)
     kernel(slices.grid, slices.threads, slices.shared, (data, x, sums, bias, levels, *sizes))
     if parts > 1:
         wide = 4 if n % 4 == 0 else 1
@@ -43,3 +44,8 @@ def launch_slices(slices: Slices, out: Tensor, x: Tensor, data: Tensor, recipe: 
         defines |= {"SCALE": 0, "BLOCK": 0, "UNROLL": 1}
         add = nvrtc.function(sources("total"), "total", tuple(defines.items()), x.device.index, early=True)
         add(-(-out.numel() // (256 * wide)), 256, 0, (sums, bias, out, out.numel(), Int(n)))
+
+
+def reading() -> tuple[tuple[str, int], ...]:
+    """What a product is compiled with, by when it may read its weights."""
+    return (("READ_WEIGHTS_EARLY", int(may_read_weights_early())),)

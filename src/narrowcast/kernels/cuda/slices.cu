@@ -63,13 +63,14 @@ extern "C" __global__ __launch_bounds__(KS * 32, 1) void slices(const u8* __rest
         if (++chunk == mine) chunk = 0, next += many, locate();
     };
     admit_the_next();
+    if (!READ_WEIGHTS_EARLY) after_the_last();
     locate();
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) fetch(i);
 #if CODES >= 2
     fill_table(levels, KS * 32);
 #endif
-    after_the_last();
+    if (READ_WEIGHTS_EARLY) after_the_last();
     // A warp takes eight rows of x in one block or chunk, a lane what it will want.
 #pragma unroll 4
     for (int i = warp; i < TILES * mine * GROUPS; i += KS) {

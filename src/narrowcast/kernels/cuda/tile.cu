@@ -75,6 +75,7 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
         if (chunk >= steps * KS) chunk = part, next += gridDim.x, locate();
     };
     admit_the_next();
+    if (!READ_WEIGHTS_EARLY) after_the_last();
     locate();
     Stage stages[AHEAD] = {};
 #pragma unroll
@@ -82,7 +83,7 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
 #if CODES >= 2
     fill_table(levels, KS * 32);
 #endif
-    after_the_last();
+    if (READ_WEIGHTS_EARLY) after_the_last();
     if (!TILES) {  // x in the order in which lanes want it, zeros to the chunk's end, and one chunk of zeros
 #pragma unroll 4
         for (int i = threadIdx.x; i < (chunks + 1) * (CHUNK / 8); i += KS * 32) {

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowcast.errors import DtypeError
 from narrowcast.kernels.triton.arguments import on
 from narrowcast.kernels.triton.kinds import KINDS, after_the_last, bits_of, early, from_kind, to_kind
 
@@ -56,6 +57,11 @@ def gate_kernel(gate, up, out, width, gate_stride, up_stride, KIND: tl.constexpr
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + delta and its norm; x [batch, width] of one dtype with the others, last dimensions contiguous."""
+    if weight.dtype != x.dtype or (delta is not None and delta.dtype != x.dtype):
+        raise DtypeError(
+            f"weight: a norm of {weight.dtype} cannot be applied to activations of {x.dtype}. Give the decoder one "
+            "dtype: decoder.to(torch.bfloat16), or load_decoder(..., dtype=torch.bfloat16)."
+        )
     batch, width = x.shape
     out = torch.empty(batch, width, dtype=x.dtype, device=x.device)
     total = x if delta is None else torch.empty_like(out)
