@@ -1,7 +1,7 @@
 """all_reduce on a real network stack: milliseconds and bytes, beside gloo's own, on links of a known rate.
 
     python bench/wire.py                        every scenario below, as root: tables, bench/results/wire.{md,json,png}
-    ... --only slow,small  --rounds 5  --json PATH
+    ... --only slow,small  --rounds 5  --out FOLDER
 
 Each scenario starts ranks in a network in a box (bench/netlab), and in that one run lets these take turns:
 
