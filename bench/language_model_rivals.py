@@ -1,7 +1,7 @@
 """What other libraries leave of a model's linear layers at four and three bits: for bench/language_model.py.
 
 A rival is taken where its package is installed. Its own functions encode each weight; the model then computes with
-what they decode, in bf16, so that only the rounding is compared and not the kernels.
+what they decode, in its own dtype, so that only the rounding is compared and not the kernels.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -132,6 +132,17 @@ def test_a_failure_ends_a_meeting_at_once_and_one_that_comes_later_too() -> None
     assert time.monotonic() - start < within(2.0)
 
 
+def _answer_checks(board: Board, check: Callable[[list[str]], bool]) -> None:
+    """Let `check` say what is on the page that a rank looks at."""
+    page = board.page(0)
+
+    class Page:
+        def __getattr__(self, name: str) -> Any:
+            return check if name == "check" else getattr(page, name)
+
+    board.page = lambda generation: Page()  # type: ignore[assignment,method-assign]
+
+
 @pytest.mark.parametrize("kind", ["tcp", "hash", "file"])
 def test_what_fails_when_all_have_come_does_not_part_those_who_have_seen_it_from_those_who_have_not(
     kind: str, tmp_path: Path
@@ -145,16 +156,7 @@ def test_what_fails_when_all_have_come_does_not_part_those_who_have_seen_it_from
     first, second = (Board("test", _alive(store), rank, range(2), timedelta(seconds=20)) for rank in range(2))
     page, slow = second.page(0), threading.Event()
 
-    class Slow:
-        """The second rank's page, that answers whether there are news only once it is let."""
-
-        def check(self, keys: list[str]) -> bool:
-            return slow.wait(20) and page.check(keys)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(page, name)
-
-    second.page = lambda generation: Slow()  # type: ignore[assignment,method-assign]
+    _answer_checks(second, lambda keys: slow.wait(20) and page.check(keys))
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(second.meet, 0, threading.Event())
         assert first.meet(0, threading.Event()) == ""
@@ -177,18 +179,7 @@ def test_who_gives_up_tells_those_who_come_later() -> None:
 
 def test_who_would_give_up_goes_on_with_one_that_came_in_the_last_moment() -> None:
     first, second = _two_boards(6.0)
-    page = first.page(0)
-
-    class Behind:
-        """The first rank's page, on which the second is not seen to come."""
-
-        def check(self, keys: list[str]) -> bool:
-            return not {"news", "here/1"} & {*keys}
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(page, name)
-
-    first.page = lambda generation: Behind()  # type: ignore[assignment,method-assign]
+    _answer_checks(first, lambda keys: not {"news", "here/1"} & {*keys})  # the second is not seen to come
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(first.meet, 0, threading.Event())
         assert second.meet(0, threading.Event()) == ""

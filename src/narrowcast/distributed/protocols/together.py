@@ -31,7 +31,8 @@ PREPARED = 256
 
 PLAIN_BYTES = 1 << 16
 """Tensors of up to so many bytes (of fp32, or of fp64) go as they are. In the half millisecond by which encoding them
-held the host up longer than NCCL's own sum (bench/results/nccl.md), a link of 1 Gbit/s carries 64 KB."""
+held the host up longer than NCCL's own sum (bench/results/nccl.md of commit b327314), a link of 1 Gbit/s carries
+64 KB."""
 
 PLAIN_RAW_BYTES = 1 << 22
 """The same in `raw`, where as many bytes travel either way. By the same measurements it is as fast as NCCL's own sum

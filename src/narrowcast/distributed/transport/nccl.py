@@ -37,7 +37,7 @@ REMEMBERED = 1024
 
 HALVED = 1 << 19
 """Rows of more bytes go in two halves. That held the host up for 0.14 ms more (1 MB beside 64 KB with two ranks,
-bench/results/nccl.md), which is what it saves of 690 KB, by the times above."""
+bench/results/nccl.md of commit b327314), which is what it saves of 690 KB, by the times above."""
 
 SUMS = (1, 1 << 14, 1 << 20)
 """Elements of the sums that ranks meet with: NCCL connects them anew for each of its algorithms, which follow sizes."""
