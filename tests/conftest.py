@@ -8,6 +8,7 @@ since all of them in all states would take half an hour. A test there that a sta
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,12 +17,15 @@ import torch
 import narrowcast as nc
 from ambient import SURROUNDINGS, at_calls, surrounded
 from cases import CODECS, OF_EACH_FAMILY
+from interpreter import patch_language_once
 from narrowcast import Codec
 from narrowcast.codecs import registry
 
 DEVICES = [pytest.param("cpu")]
 if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+if os.environ.get("TRITON_INTERPRET") == "1":
+    patch_language_once()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
