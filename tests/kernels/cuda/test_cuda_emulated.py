@@ -8,6 +8,7 @@ reverse, on guarded memory, and must give the same bits.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -146,7 +147,11 @@ OTHER = [
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("emulated"))
+    """Workers of pytest-xdist have one folder: each kernel is compiled by one of them."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulated"
+    folder.mkdir(exist_ok=True)
+    return Emulator(folder)
 
 
 @pytest.fixture(autouse=True)

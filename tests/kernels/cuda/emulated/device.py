@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import mmap
+import os
 import re
 import shutil
 import subprocess
@@ -114,7 +115,7 @@ class Guarded:
 
 
 class Emulator:
-    """Compiles into `folder`, each set of macros once."""
+    """Compiles into `folder`, each set of macros once, whichever process asks for it first."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -137,12 +138,16 @@ class Emulator:
 
     def _compile(self, text: str, stem: Path) -> Path:
         assert COMPILER is not None
-        source, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
+        library = stem.with_suffix(".so")
+        if library.exists():
+            return library
+        source, mine = (stem.with_suffix(f".{os.getpid()}.{kind}") for kind in ("cpp", "so"))
         source.write_text(text)
-        command = [COMPILER, *OPTIONS, f"-I{HERE}", str(source), "-o", str(library)]
+        command = [COMPILER, *OPTIONS, f"-I{HERE}", str(source), "-o", str(mine)]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:
             raise Broken(f"g++ could not compile {source.name}:\n{run.stderr[:4000]}")
+        mine.replace(library)  # whole, or not at all
         return library
 
 
