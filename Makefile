@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Processes that run tests side by side: `make test WORKERS=4` where there are more processors.
+WORKERS ?= 2
 CORE   := CMakeLists.txt $(wildcard src/narrowcast/kernels/cpu/core/*)
 
 .PHONY: help demo test coverage lint format docs soak gpu bench linear quality wire training sanitize clean
@@ -33,11 +35,11 @@ demo: $(VENV)/.core      ## train a small GPT with compressed gradients, quantiz
 	$(BIN)/narrowcast demo
 
 test: $(VENV)/.dev lint  ## every test that runs without a GPU, in minutes
-	$(BIN)/pytest -n 2 -m "not soak and not gpu"
+	$(BIN)/pytest -n $(WORKERS) -m "not soak and not gpu"
 
 # Not part of `make test`: counting lines made tests/codecs/test_conformance.py take 1.8 times the processor time.
 coverage: $(VENV)/.dev   ## every test again, and which lines none of them runs
-	$(BIN)/pytest -n 2 -m "not soak and not gpu" --cov --cov-report=term
+	$(BIN)/pytest -n $(WORKERS) -m "not soak and not gpu" --cov --cov-report=term
 
 docs: $(VENV)/.dev       ## build the site into site/, with warnings as errors
 	$(BIN)/mkdocs build --strict

@@ -21,8 +21,10 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def build(folder: Path, path: str = os.environ["PATH"]) -> Path:
-    """`pip wheel .`, with the programs that lie in `path`. The core is not optimized: the install that runs the tests has
-    compiled it as users do, and its kernels are tested there."""
+    """`pip wheel .`, with the programs that lie in `path`.
+
+    The core is not optimized: the install that runs the tests has compiled it as users do.
+    """
     environment = {key: value for key, value in os.environ.items() if key not in ("CC", "CXX")}
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
     command += ["--config-settings", f"build-dir={folder}/build"]  # not that of the checkout's own install

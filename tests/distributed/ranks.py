@@ -30,7 +30,8 @@ from ambient import surround_in_turn
 from ports import free_port
 
 _context = multiprocessing.get_context("forkserver")
-# DDP imports torch._dynamo, which takes a process more than a second. Files of tests import pytest, and narrowcast's names.
+# DDP imports torch._dynamo, which takes a process more than a second. Files of tests import pytest and
+# narrowcast's names.
 IMPORTED = ["torch", "torch._dynamo", "narrowcast.distributed", "narrowcast.kernels.cpu.binding"]
 _context.set_forkserver_preload([*IMPORTED, "narrowcast.public", "narrowcast.codecs", "pytest"])
 

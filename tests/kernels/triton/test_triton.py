@@ -345,6 +345,17 @@ def reference_draw(row_key: Tensor, index: Tensor) -> Tensor:
     return (x >> 8).float() * 2.0**-24
 
 
+@pytest.mark.skipif(not INTERPRETER, reason="needs Triton's interpreter")
+def test_the_interpreter_leaves_the_language_as_it_was(kernel: Kernel) -> None:
+    """What stays wrapped after a launch the next wraps again: each is slower than the one before (interpreter.py)."""
+    if not hasattr(triton.runtime.interpreter, "_LangPatchScope"):
+        pytest.skip("this Triton never takes its wrappings off")
+    functions = {name: getattr(tl.core, name) for name in ("load", "store", "reduce")}
+    encoded(kernel, nc.codec("int8"), torch.ones(2, 200))
+    assert {name: getattr(tl.core, name) for name in functions} == functions
+    assert functions["load"].__name__ == "load"
+
+
 # -- what only a GPU can show -----------------------------------------------------------------------------------------
 
 
