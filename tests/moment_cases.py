@@ -34,6 +34,8 @@ def operands(spec: str, shape: tuple[int, int], dtype: torch.dtype, *, hostile: 
         values = [0.0, -0.0, 1e-45, -1e-40, 1e-30, 1e-22, 3e-4, 1e18, -3e19, 3e38, float("inf"), float("nan")]
         flat = grad.view(-1)
         flat[: len(values)] = torch.tensor(values, dtype=torch.float32)[: flat.numel()].to(dtype)
+        if flat.numel() > 64:
+            flat[-1] = float("inf")  # in a block without a NaN, which would hide it
         earlier[-1] = 0.0
         parameter.view(-1)[-1] = float("nan")
     recipe = recipe_of(spec)
