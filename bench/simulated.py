@@ -19,6 +19,7 @@ import itertools
 import json
 import statistics
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from narrowcast.byte_gpt import GPTConfig  # noqa: E402
-from simulated_workers import Way, train  # noqa: E402
+from simulated_workers import Simulation, Way  # noqa: E402
 
 MODELS: dict[str, tuple[GPTConfig, int]] = {
     "large": (GPTConfig(layers=6, width=384, heads=6, context=128), 8),
@@ -92,10 +93,13 @@ def _key(way: Way, settings: dict[str, Any]) -> str:
 
 def _work(ways: Any, results: Any, settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high" if settings["tf32"] else "highest")
     config, batch = MODELS[settings["model"]]
+    simulation = Simulation(config, batch, settings["steps"], settings["workers"], settings["device"])
     while (way := ways.get()) is not None:
-        found = train(way, config, batch, settings["steps"], settings["workers"], settings["device"], lambda step: None)
-        results.put((way, found))
+        start = time.perf_counter()
+        found = simulation.train(way)
+        results.put((way, {**found, "seconds": round(time.perf_counter() - start, 2)}))
 
 
 def run(ways: list[Way], settings: dict[str, Any], processes: int, file: Path) -> dict[str, Any]:
@@ -182,10 +186,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--tf32", action="store_true", help="products on a GPU in TF32")
     parser.add_argument("--only", default="", help="ways whose repr has all of these words, separated by commas")
     parser.add_argument("--out", type=Path, default=Path("."))
     options = parser.parse_args()
-    settings = {name: getattr(options, name) for name in ("model", "steps", "workers", "device")}
+    settings = {name: getattr(options, name) for name in ("model", "steps", "workers", "device", "tf32")}
     ways = list(QUESTIONS[options.question]())
     ways = [way for way in ways if not way.codec or all(word in repr(way) for word in options.only.split(","))]
     options.out.mkdir(parents=True, exist_ok=True)
