@@ -23,7 +23,7 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 class Flat:
-    """A model whose parameters are views of one vector: matrices, zeros up to a multiple of `workers * 128`, vectors."""
+    """A model whose parameters are views of one vector: matrices, zeros up to a multiple of 128 workers, vectors."""
 
     def __init__(self, model: nn.Module, workers: int) -> None:
         self.model, self.workers = model, workers

@@ -123,7 +123,7 @@ def test_a_run_begins_anew_after_another() -> None:
     assert simulation.train(way) == first
 
 
-@pytest.mark.parametrize("refresh, names", [(0, None), (16, 16), (-1, "growing")])
+@pytest.mark.parametrize(("refresh", "names"), [(0, None), (16, 16), (-1, "growing")])
 def test_gradients_travel_when_the_library_sends_them(refresh: int, names: int | str | None) -> None:
     table, way = Timetable(20, "int8", None, names, momentum=True), Way("sign", warmup=0.1, refresh=refresh)
     codec = nc.codec("sign")
@@ -147,4 +147,5 @@ def test_a_second_moment_that_follows_changes_as_the_square_of_the_momentum() ->
 def test_newton_schulz_leaves_singular_values_near_one() -> None:
     matrices = torch.randn(2, 12, 5, generator=torch.Generator().manual_seed(0))
     values = torch.linalg.svdvals(newton_schulz(matrices))
-    assert values.min() > 0.5 and values.max() < 1.5
+    assert values.min() > 0.5
+    assert values.max() < 1.5
