@@ -54,7 +54,7 @@ def train(way: Way, steps: int) -> tuple[float, float]:
     for step in range(steps):
         chosen = torch.randint(len(x), (WORKERS * BATCH,), generator=generator)
         one_by_one(flat, loss_of, x[chosen], y[chosen])
-        run.step(torch.tensor([step]), sends_gradients=True)
+        run.step(torch.tensor([step]), "gradient")
     with torch.no_grad():
         scores = flat.model(x_test)
         return float(nn.functional.cross_entropy(scores, y_test)), float((scores.argmax(1) == y_test).float().mean())

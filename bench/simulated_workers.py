@@ -26,6 +26,7 @@ import narrowcast as nc
 from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
 from simulated_gradients import AllAtOnce, Flat
 from simulated_optimizers import BETAS, Now, Optimizer, corrections
+from simulated_powersgd import PowerSGD
 from training_ranks import held_out_windows, warm_cosine
 
 SETTLING = 16
@@ -61,25 +62,27 @@ class Way:
 
     @property
     def momentum(self) -> bool:
-        return self.warmup > 0
+        return self.warmup > 0 and not self.powersgd
 
-    def sends_gradients(self, step: int, steps: int) -> bool:
+    @property
+    def powersgd(self) -> int:
+        """The rank of "powersgd4"; 0 for codecs."""
+        return int(self.codec.removeprefix("powersgd")) if self.codec.startswith("powersgd") else 0
+
+    def travels(self, step: int, steps: int) -> str:
+        """What travels in a step: the gradient in the codec, the momentum in the codec, or a gradient as in the
+        warm-up."""
         since = step - round(self.warmup * steps) + 1
-        if not self.momentum or since <= 0:
-            return True
+        if since <= 0:
+            return "warm-up"
+        if not self.momentum:
+            return "gradient"
         if self.refresh < 0:
             whole, rest = divmod(since, 16)
-            return rest == 0 and whole & (whole + 1) == 0
-        return bool(self.refresh) and since % self.refresh == 0
-
-    def bits(self, steps: int) -> float:
-        """Bits an element, on average over all steps."""
-        wide = nc.codec(self.warmup_codec).row_bytes(1 << 20) / (1 << 17) if self.momentum else 0.0
-        narrow = nc.codec(self.codec).row_bytes(1 << 20) / (1 << 17) if self.codec else 32.0
-        return (
-            sum(wide if self.momentum and self.sends_gradients(step, steps) else narrow for step in range(steps))
-            / steps
-        )
+            refreshed = rest == 0 and whole & (whole + 1) == 0
+        else:
+            refreshed = bool(self.refresh) and since % self.refresh == 0
+        return "warm-up" if refreshed else "momentum"
 
 
 class Reduction:
@@ -92,6 +95,12 @@ class Reduction:
         self._held_in = nc.codec(residual_codec) if residual_codec else None
         self.sender = torch.zeros_like(terms) if feedback else None
         self.owner = terms.new_zeros(workers, self._part) if feedback else None
+        self.bits = self._codec.bits_per_element()
+
+    def reset(self) -> None:
+        for residuals in (self.sender, self.owner):
+            if residuals is not None:
+                residuals.zero_()
 
     def average(self, terms: Tensor) -> Tensor:
         """[workers, n] -> [n], as all workers end with it. With feedback, `terms` become what was meant."""
@@ -124,39 +133,46 @@ class Run:
 
     def __init__(self, way: Way, flat: Flat, steps: int) -> None:
         self.way, self.flat, self.optimizer = way, flat, Optimizer(way.optimizer, flat)
-        terms = flat.of_matrices
-        self._narrow = Reduction(way.codec, way.feedback, terms, way.residual_codec) if way.codec else None
-        self._wide = Reduction(way.warmup_codec, 0.0, terms) if way.momentum else self._narrow
+        self._narrow, self._wide = _reductions(way, flat)
         self._average = torch.zeros_like(flat.values)
-        self.sends_gradients = [way.sends_gradients(step, steps) for step in range(steps)]
+        self.travels = [way.travels(step, steps) for step in range(steps)]
         rates = [way.rate * warm_cosine(step, steps) for step in range(steps)]
-        self.table = corrections(rates, self.sends_gradients).to(terms.device)
-        self._sizes = [torch.zeros((), device=terms.device) for _ in flat.matrices] if way.follow else []
-        self._since = torch.zeros((), device=terms.device)
+        device = flat.values.device
+        self._table = corrections(rates, [what != "momentum" for what in self.travels]).to(device)
+        self._sizes = [torch.zeros((), device=device) for _ in flat.matrices] if way.follow else []
+        self._since = torch.zeros((), device=device)
 
-    def states(self) -> list[Tensor]:
-        """Whatever a step leaves to the next, but the parameters; all begin as zeros."""
-        residuals = (self._narrow.sender, self._narrow.owner) if self._narrow else ()
-        known = self.optimizer.first, self.optimizer.second, self._since, *self._sizes, *residuals
-        return [state for state in known if state is not None]
+    @property
+    def bits(self) -> float:
+        """Bits an element, on average over all steps."""
+        wide, narrow = (each.bits if each else 32.0 for each in (self._wide, self._narrow))
+        return sum(wide if what == "warm-up" else narrow for what in self.travels) / len(self.travels)
+
+    def reset(self) -> None:
+        """Begin anew, but for the parameters."""
+        for state in (self.optimizer.first, self.optimizer.second, self._since, *self._sizes):
+            state.zero_()
+        for reduction in (self._narrow, self._wide):
+            if reduction is not None:
+                reduction.reset()
 
     @torch.no_grad()
-    def step(self, counter: Tensor, sends_gradients: bool) -> None:
+    def step(self, counter: Tensor, travels: str) -> None:
         """Reduce the gradients of all workers, and step with the average."""
         flat, way, average = self.flat, self.way, self._average
-        now = Now(*self.table.index_select(0, counter).unbind(1))
+        now = Now(*self._table.index_select(0, counter).unbind(1))
         matrices = slice(0, flat.compressed)
         if way.clip == "before":
             self._clip_each()
-        divisor = None
-        if not sends_gradients:
+        divisor, takes_momentum = None, travels == "momentum"
+        if takes_momentum:
             flat.of_matrices.lerp_(self.optimizer.first[matrices], BETAS[0])
             if way.scaled:
                 divisor = self.optimizer.divisor(matrices, now.second)
                 flat.of_matrices.div_(divisor)
                 if way.bound:
                     flat.of_matrices.clamp_(-way.bound, way.bound)
-        reduction = self._wide if sends_gradients else self._narrow
+        reduction = self._wide if travels == "warm-up" else self._narrow
         average[matrices] = flat.of_matrices.mean(0) if reduction is None else reduction.average(flat.of_matrices)
         average[flat.numel : flat.compressed] = 0
         average[flat.compressed :] = flat.of_vectors.mean(0)
@@ -164,9 +180,9 @@ class Run:
             average[matrices].mul_(divisor)
         if way.clip == "after":
             average.mul_((1 / (average.norm() + 1e-6)).clamp(max=1.0))
-        if way.follow and not sends_gradients:
+        if way.follow and takes_momentum:
             self._follow()
-        self.optimizer.step(average, now, takes_momentum=not sends_gradients)
+        self.optimizer.step(average, now, takes_momentum=takes_momentum)
 
     def _clip_each(self) -> None:
         both = self.flat.of_matrices, self.flat.of_vectors
@@ -183,6 +199,15 @@ class Run:
             new = torch.where(self._since == 1, norm.square(), size.lerp(norm.square(), 1 - BETAS[1]))
             second.mul_(torch.where(settled, new / size, 1.0))
             size.copy_(new)
+
+
+def _reductions(way: Way, flat: Flat) -> tuple[Reduction | PowerSGD | None, Reduction | None]:
+    """How gradients or momentums are reduced, and gradients in the warm-up; None: without loss."""
+    if way.powersgd:
+        return PowerSGD(way.powersgd, flat), None
+    terms = flat.of_matrices
+    narrow = Reduction(way.codec, way.feedback, terms, way.residual_codec) if way.codec else None
+    return narrow, Reduction(way.warmup_codec, 0.0, terms) if way.momentum else narrow
 
 
 class Simulation:
@@ -207,26 +232,25 @@ class Simulation:
         """The losses on held-out text at each tenth of the steps (of a quarter of it before the last)."""
         run = Run(way, self.flat, self.steps)
         steps = {
-            kind: as_graph(functools.partial(run.step, self._counter, kind), self.flat.values.is_cuda)
-            for kind in set(run.sends_gradients)
+            what: as_graph(functools.partial(run.step, self._counter, what), self.flat.values.is_cuda)
+            for what in set(run.travels)
         }
-        for state in run.states():  # capturing has stepped
-            state.zero_()
+        run.reset()  # capturing has stepped
         values, data = self._start(way.seed)
         self.flat.values.copy_(values)
         self._data.copy_(data)
         self._counter.zero_()
         every, curve = max(1, self.steps // 10), []
-        for step, kind in enumerate(run.sends_gradients, 1):
+        for step, what in enumerate(run.travels, 1):
             self._gradients()
-            steps[kind]()
+            steps[what]()
             self._counter.add_(1)
             report(step)
             if step == self.steps or step % every == 0:
                 curve.append([step, self._loss(self.windows if step == self.steps else self.windows[::4])])
                 if not math.isfinite(curve[-1][1]):
                     break
-        return {"final": curve[-1][1], "curve": curve, "bits": way.bits(self.steps)}
+        return {"final": curve[-1][1], "curve": curve, "bits": run.bits}
 
     def _start_of(self, seed: int) -> tuple[Tensor, Tensor]:
         """The parameters that a seed begins with, and all of its batches."""

@@ -28,7 +28,7 @@ def costs(cell: Any, rate: str) -> dict[str, float]:
     compute, slow, here = seconds["no exchange"], bits_per_second(SLOW), bits_per_second(rate)
     beyond = {name: max(0.0, each - compute - 8 * sent[name] / slow) for name, each in seconds.items()}
     cost = {name: compute + 8 * sent[name] / here + beyond[name] for name in seconds}
-    return cost | {name: cost[other] for name, other in TIMED_AS.items() if name not in cost}
+    return cost | {name: cost[other] for name, other in TIMED_AS.items() if name not in cost and other in cost}
 
 
 def spent(name: str, step: float, steps: int, cost: dict[str, float]) -> float:
@@ -38,6 +38,12 @@ def spent(name: str, step: float, steps: int, cost: dict[str, float]) -> float:
         return step * compute + step / method.every * (cost["int4+EF"] - compute)
     first = min(step, method.warmup_steps(steps))
     return first * cost[method.warmup_as] + (step - first) * cost[method.timed_as or name]
+
+
+def _needed(name: str) -> set[str]:
+    """The methods whose times say what a way costs."""
+    method = METHODS[name]
+    return {"no exchange", "int4+EF"} if method.every else {method.timed_as or name, method.warmup_as}
 
 
 def _listed(seeds: set[int]) -> str:
@@ -53,7 +59,8 @@ def _cells(times: list[float | None], first: list[float | None]) -> list[str]:
 def meetings_section(cells: Cells, model: str) -> list[str]:
     """Tables of seconds to each loss, a rate each; nothing where no way trains alone."""
     cell, runs = cells.get(f"speed/{model}/{SLOW}"), runs_of(cells, model)
-    ways = [name for name in WAYS if name in runs]
+    timed = costs(cell, SLOW) if cell else {}
+    ways = [name for name in WAYS if name in runs and _needed(name) <= set(timed)]
     if cell is None or "fp32" not in ways or not any(METHODS[name].every for name in ways):
         return []
     steps = next(iter(of(cells, "quality", model).values()))["settings"]["steps"]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
+import simulated
+import simulated_report
 from narrowcast.byte_gpt import ByteGPT, GPTConfig, batches, loss_of, stdlib_text
 from narrowcast.distributed.gradients.timetable import Timetable
 from simulated_gradients import AllAtOnce, Flat, one_by_one
 from simulated_optimizers import BETAS, DECAY, EPS, newton_schulz
+from simulated_powersgd import PowerSGD
 from simulated_workers import Reduction, Run, Simulation, Way
 from training_ranks import warm_cosine
 
@@ -128,7 +132,7 @@ def test_gradients_travel_when_the_library_sends_them(refresh: int, names: int |
     table, way = Timetable(20, "int8", None, names, momentum=True), Way("sign", warmup=0.1, refresh=refresh)
     codec = nc.codec("sign")
     expected = [not table.at(step, codec).momentum for step in range(200)]
-    assert [way.sends_gradients(step, 200) for step in range(200)] == expected
+    assert [way.travels(step, 200) != "momentum" for step in range(200)] == expected
 
 
 def test_a_second_moment_that_follows_changes_as_the_square_of_the_momentum() -> None:
@@ -149,3 +153,29 @@ def test_newton_schulz_leaves_singular_values_near_one() -> None:
     values = torch.linalg.svdvals(newton_schulz(matrices))
     assert values.min() > 0.5
     assert values.max() < 1.5
+
+
+def test_powersgd_of_full_rank_loses_nothing_and_a_lower_rank_keeps_the_rest_as_residuals() -> None:
+    flat = Flat(nn.Linear(4, 16), WORKERS)
+    flat.of_matrices[:, : flat.numel] = torch.randn(WORKERS, flat.numel, generator=torch.Generator().manual_seed(0))
+    given = flat.of_matrices.clone()
+    # 16 x 4: four columns hold all of it; products of two rounds of 4 and 16 terms of size 1 to 4.
+    torch.testing.assert_close(PowerSGD(4, flat).average(given.clone()), given.mean(0), rtol=0, atol=1e-4)
+    low = PowerSGD(1, flat)
+    result = low.average(given.clone())
+    assert torch.linalg.matrix_rank(result[: flat.numel].view(16, 4), atol=1e-4) == 1
+    assert torch.equal(low.residuals, given - result)
+
+
+def test_the_best_rate_is_that_of_the_first_seed_and_a_loss_that_is_not_finite_never_is(tmp_path: Path) -> None:
+    runs = simulated.Runs({"model": "tiny"}, 1, tmp_path / "simulated.jsonl")
+    trained = [(Way(rate=1e-3), 2.0), (Way(rate=2e-3), float("nan")), (Way(rate=1e-3, seed=1), 2.2)]
+    for way, final in [*trained, (Way("int2", rate=5e-4), 2.5)]:
+        runs._add(way, {"final": final, "bits": 2.25})
+    again = simulated.Runs({"model": "tiny"}, 1, tmp_path / "simulated.jsonl")
+    ways = [Way(rate=1e-3), Way(rate=2e-3), Way("int2", rate=5e-4), Way("int2", rate=1e-3)]
+    best = simulated.at_best(ways, again)
+    assert best == [Way(rate=1e-3), Way("int2", rate=5e-4)]
+    ends = simulated_report.Ends(best, again)
+    assert ends.cell(Way()) == "2.100 ± 0.100"
+    assert ends.beside(Way("int2"), Way()) == "+25.0% (+25.0% to +25.0%)"  # of the seed that both have

@@ -223,7 +223,7 @@ def _bound(momentum: Tensor) -> None:
     """Clamp a momentum in place. One that is not finite stays so: the step is to be skipped."""
     if momentum.numel():
         low, high = torch.aminmax(momentum)
-        if momentum.device.type == "cpu" and -LARGEST <= float(low) and float(high) <= LARGEST:
+        if momentum.device.type == "cpu" and float(low) >= -LARGEST and float(high) <= LARGEST:
             return  # on a GPU to ask would be to wait
         ends = torch.stack((low, high))
         momentum.clamp_(-LARGEST, LARGEST)
