@@ -1,16 +1,15 @@
 """What trains best for its bytes: codecs, error feedback, optimizers and the momentum, with simulated workers.
 
-    python bench/simulated.py all --tf32 --processes 14 --steps 400 --seeds 3 --out bench/results   minutes on a GPU
-    python bench/simulated.py momentum --model tiny --steps 40                                       to try it on a CPU
-    python bench/simulated.py all ... --report                                 tables of what is there; trains nothing
+    python bench/simulated.py --tf32 --processes 14 --seeds 3 --out bench/results       minutes on a GPU
+    python bench/simulated.py momentum --model tiny --steps 40                          to try it on a CPU
+    python bench/simulated.py adamw,sgd ... --report                                    tables of what is there
 
-`feedback` asks when error feedback helps: three optimizers, 8 to 1 bits, residuals kept whole, decayed or not at all.
+`adamw`, `sgd` and `muon` ask when error feedback helps: 8 to 1 bits, residuals kept whole, decayed or not at all.
 `momentum` asks how long the warm-up of a travelling momentum must be, how its second moment is kept and what it may
-travel in, beside gradients and PowerSGD. `clipping` asks whether gradients are better clipped before they travel or
-after, and `residuals` what it costs to hold residuals in 8 bits. Every way is trained at several learning rates, and
-counts at its best one: the first seed at all rates, the others (`--seeds 3`) at the best rate of the first.
-simulated_workers.py says what a simulated worker is. Results are kept as they come, in simulated.jsonl: a second call
-does only what is missing.
+travel in, beside PowerSGD. `clipping` asks whether gradients are better clipped before they travel or after, and
+`residuals` what it costs to hold residuals in 8 bits. A way with several learning rates counts at its best one: the
+first seed is trained at all rates, the others (`--seeds 3`) at the best rate of the first. simulated_workers.py says
+what a simulated worker is. Results are kept as they come, in simulated.jsonl: a second call does only what is missing.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -43,66 +43,74 @@ MODELS: dict[str, tuple[GPTConfig, int]] = {
     "tiny": (GPTConfig(layers=1, width=32, heads=2, context=32), 2),
 }
 """Shape, and sequences a worker and step."""
-RATES = {
-    "adamw": (3.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3),
-    "sgd": (0.01, 0.03, 0.1),
-    "muon": (5e-4, 1e-3, 2e-3, 4e-3),
-}
 SENT = {"feedback": 1.0, "scaled": True, "bound": 4.0}
 """How the library sends a momentum."""
+RATES = (7e-4, 1e-3, 1.4e-3)
+"""Of AdamW: fp32 is best at the middle one, and far worse at 5e-4 and 2e-3."""
 
 
-def feedback_ways() -> Iterable[Way]:
-    """Every optimizer at every width, with and without feedback."""
-    for optimizer, rates in RATES.items():
-        for rate in rates:
-            yield Way(optimizer=optimizer, rate=rate)
-            for codec, feedback in itertools.product(("int8", "int4", "int3", "int2", "sign"), (0.0, 0.9, 0.95, 1.0)):
-                if codec != "int8" or feedback in (0.0, 1.0):
-                    yield Way(codec, optimizer, rate, feedback)
+def adamw_ways() -> Iterable[Way]:
+    """8 to 1 bits with and without feedback. The rate that is best without a codec and with two is taken for all."""
+    for rate in RATES:
+        yield Way(rate=rate)
+        yield Way("int4", rate=rate, feedback=1.0)
+        yield Way("int2", rate=rate)
+    for codec, feedback in itertools.product(("int8", "int4", "int3", "int2", "sign"), (0.0, 0.9, 1.0)):
+        if codec != "int8" or feedback != 0.9:
+            yield Way(codec, feedback=feedback)
+
+
+def sgd_ways() -> Iterable[Way]:
+    return _by_rate("sgd", (0.03, 0.1))
+
+
+def muon_ways() -> Iterable[Way]:
+    return _by_rate("muon", (1e-3, 2e-3))
+
+
+def _by_rate(optimizer: str, rates: Iterable[float]) -> Iterable[Way]:
+    for rate in rates:
+        yield Way(optimizer=optimizer, rate=rate)
+        yield Way("int8", optimizer, rate)
+        for codec in ("int4", "int2", "sign"):
+            yield from (Way(codec, optimizer, rate, feedback) for feedback in (0.0, 1.0))
 
 
 def momentum_ways() -> Iterable[Way]:
-    """Warm-ups, refreshes and codecs, beside fp32, gradients in int8 and int4, and PowerSGD."""
-    for rate in RATES["adamw"]:
+    """Warm-ups, refreshes and codecs of the momentum, beside PowerSGD."""
+    for rate in RATES[1:]:
         yield Way(rate=rate)
-        yield Way("int8", rate=rate)
-        yield Way("int4", rate=rate, feedback=1.0)
-        yield from (Way(f"powersgd{rank}", rate=rate, feedback=1.0, warmup=0.1) for rank in (1, 2, 4))
-        for warmup, refresh in itertools.product((0.05, 0.1, 0.2), (0, 16, -1)):
-            yield Way("sign", rate=rate, warmup=warmup, refresh=refresh, **SENT)
-        tenth = Way("sign", rate=rate, warmup=0.1, **SENT)
-        yield dataclasses.replace(tenth, warmup_codec="int4")
-        yield dataclasses.replace(tenth, scaled=False, bound=0.0)
-        yield dataclasses.replace(tenth, follow=True)
-        yield from (dataclasses.replace(tenth, codec=codec) for codec in ("sign:block=128", "int2", "int4", "raw"))
+        for warmup, codec in ((0.1, "int8"), (0.2, "int8"), (0.1, "int4"), (0.2, "int4"), (0.3, "int4")):
+            yield Way("sign", rate=rate, warmup=warmup, warmup_codec=codec, **SENT)
+        fifth = Way("sign", rate=rate, warmup=0.2, warmup_codec="int4", **SENT)
+        yield dataclasses.replace(fifth, refresh=-1)
+        yield dataclasses.replace(fifth, feedback=0.9)
+        yield from (dataclasses.replace(fifth, codec=f"sign:block={block}") for block in (32, 128))
+        yield from (dataclasses.replace(fifth, codec="int2", warmup=warmup) for warmup in (0.1, 0.2))
+    yield from (Way(f"powersgd{rank}", feedback=1.0, warmup=0.1) for rank in (1, 2, 4))
 
 
 def clipping_ways() -> Iterable[Way]:
-    for rate, clip in itertools.product(RATES["adamw"], ("", "before", "after")):
-        for codec, feedback in (("", 0.0), ("int4", 0.0), ("int4", 1.0), ("int2", 0.0), ("int2", 1.0)):
-            yield Way(codec, rate=rate, feedback=feedback, clip=clip)
-        yield Way("sign", rate=rate, warmup=0.1, clip=clip, **SENT)
+    fifth = Way("sign", warmup=0.2, warmup_codec="int4", **SENT)
+    for way in (Way(), Way("int4", feedback=1.0), Way("int2"), fifth):
+        yield from (dataclasses.replace(way, clip=clip) for clip in ("", "before", "after"))
 
 
 def residuals_ways() -> Iterable[Way]:
-    for rate, held in itertools.product(RATES["adamw"], ("", "int8")):
-        yield Way(rate=rate)
-        yield Way("int4", rate=rate, feedback=1.0, residual_codec=held)
-        yield Way("sign", rate=rate, warmup=0.1, residual_codec=held, **SENT)
+    """Residuals held in fp32, and in int8."""
+    fifth = Way("sign", warmup=0.2, warmup_codec="int4", **SENT)
+    for way in (Way("int4", feedback=1.0), fifth):
+        yield from (dataclasses.replace(way, residual_codec=codec) for codec in ("", "int8"))
 
 
 QUESTIONS = {
-    "feedback": feedback_ways,
+    "adamw": adamw_ways,
+    "sgd": sgd_ways,
+    "muon": muon_ways,
     "momentum": momentum_ways,
     "clipping": clipping_ways,
     "residuals": residuals_ways,
 }
-
-
-def all_ways() -> Iterable[Way]:
-    """Of all questions, each way once."""
-    return dict.fromkeys(itertools.chain(*(ways() for ways in QUESTIONS.values())))
 
 
 def _key(way: Way, settings: dict[str, Any]) -> str:
@@ -192,7 +200,7 @@ def at_best(ways: Iterable[Way], runs: Runs) -> list[Way]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", choices=[*QUESTIONS, "all"])
+    parser.add_argument("questions", nargs="?", default=",".join(QUESTIONS), help=f"of {', '.join(QUESTIONS)}")
     parser.add_argument("--model", choices=MODELS, default="large")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--workers", type=int, default=4)
@@ -200,13 +208,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--tf32", action="store_true", help="products on a GPU in TF32")
-    parser.add_argument("--only", default="", help="ways whose repr has all of these words, separated by commas")
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--report", action="store_true", help="print tables of what is there")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and ends the processes; `timeout` then leaves none behind
     settings = {name: getattr(options, name) for name in ("model", "steps", "workers", "device", "tf32")}
-    ways = list(all_ways() if options.question == "all" else QUESTIONS[options.question]())
-    ways = [way for way in ways if not way.codec or all(word in repr(way) for word in options.only.split(","))]
+    if wrong := set(options.questions.split(",")) - set(QUESTIONS):
+        parser.error(f"questions: there is no {sorted(wrong)}; there are {list(QUESTIONS)}")
+    ways = list(dict.fromkeys(way for question in options.questions.split(",") for way in QUESTIONS[question]()))
     options.out.mkdir(parents=True, exist_ok=True)
     runs = Runs(settings, options.processes, options.out / "simulated.jsonl")
     if not options.report:

@@ -97,7 +97,7 @@ def in_words(way: Way) -> str:
     words = f"momentum in `{way.codec}`, {way.warmup:.0%} in {way.warmup_codec} first"
     words += REFRESHED.get(way.refresh, f", refreshed every {way.refresh} steps")
     words += "" if way.scaled else ", not divided by the second moment's root"
-    words += ", second moment follows" if way.follow else ""
+    words += f", residuals times {way.feedback:g}" if way.feedback != 1 else ""
     return words + (", residuals in int8" if way.residual_codec else "")
 
 

@@ -29,9 +29,6 @@ from simulated_optimizers import BETAS, Now, Optimizer, corrections
 from simulated_powersgd import PowerSGD
 from training_ranks import held_out_windows, warm_cosine
 
-SETTLING = 16
-"""Steps of the momentum before its size is compared with: residuals have grown to their usual size by then."""
-
 
 @dataclass(frozen=True)
 class Way:
@@ -56,8 +53,6 @@ class Way:
     """How far a scaled momentum may go; 0: any."""
     residual_codec: str = ""
     """What residuals are held in; nothing: fp32."""
-    follow: bool = False
-    """The second moment of each matrix grows and shrinks as the square of its momentum does."""
     seed: int = 0
 
     @property
@@ -137,10 +132,8 @@ class Run:
         self._average = torch.zeros_like(flat.values)
         self.travels = [way.travels(step, steps) for step in range(steps)]
         rates = [way.rate * warm_cosine(step, steps) for step in range(steps)]
-        device = flat.values.device
-        self._table = corrections(rates, [what != "momentum" for what in self.travels]).to(device)
-        self._sizes = [torch.zeros((), device=device) for _ in flat.matrices] if way.follow else []
-        self._since = torch.zeros((), device=device)
+        updates = [what != "momentum" for what in self.travels]
+        self._table = corrections(rates, updates).to(flat.values.device)
 
     @property
     def bits(self) -> float:
@@ -150,7 +143,7 @@ class Run:
 
     def reset(self) -> None:
         """Begin anew, but for the parameters."""
-        for state in (self.optimizer.first, self.optimizer.second, self._since, *self._sizes):
+        for state in (self.optimizer.first, self.optimizer.second):
             state.zero_()
         for reduction in (self._narrow, self._wide):
             if reduction is not None:
@@ -180,8 +173,6 @@ class Run:
             average[matrices].mul_(divisor)
         if way.clip == "after":
             average.mul_((1 / (average.norm() + 1e-6)).clamp(max=1.0))
-        if way.follow and takes_momentum:
-            self._follow()
         self.optimizer.step(average, now, takes_momentum=takes_momentum)
 
     def _clip_each(self) -> None:
@@ -189,16 +180,6 @@ class Run:
         norms = torch.stack([each.norm(dim=1) for each in both]).norm(dim=0)
         for each in both:
             each.mul_((1 / (norms + 1e-6)).clamp(max=1.0)[:, None])
-
-    def _follow(self) -> None:
-        """Multiply second moments with how much the mean square of the momentum has changed."""
-        self._since.add_(1)
-        settled = self._since > SETTLING
-        moments, seconds = self.flat.by_matrix(self._average), self.flat.by_matrix(self.optimizer.second)
-        for size, norm, second in zip(self._sizes, torch._foreach_norm(moments), seconds, strict=True):
-            new = torch.where(self._since == 1, norm.square(), size.lerp(norm.square(), 1 - BETAS[1]))
-            second.mul_(torch.where(settled, new / size, 1.0))
-            size.copy_(new)
 
 
 def _reductions(way: Way, flat: Flat) -> tuple[Reduction | PowerSGD | None, Reduction | None]:
@@ -231,6 +212,7 @@ class Simulation:
     def train(self, way: Way, report: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
         """The losses on held-out text at each tenth of the steps (of a quarter of it before the last)."""
         run = Run(way, self.flat, self.steps)
+        self._counter.zero_()
         steps = {
             what: as_graph(functools.partial(run.step, self._counter, what), self.flat.values.is_cuda)
             for what in set(run.travels)

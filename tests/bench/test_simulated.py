@@ -17,7 +17,7 @@ from narrowcast.distributed.gradients.timetable import Timetable
 from simulated_gradients import AllAtOnce, Flat, one_by_one
 from simulated_optimizers import BETAS, DECAY, EPS, newton_schulz
 from simulated_powersgd import PowerSGD
-from simulated_workers import Reduction, Run, Simulation, Way
+from simulated_workers import Reduction, Simulation, Way
 from training_ranks import warm_cosine
 
 CONFIG = GPTConfig(layers=1, width=24, heads=2, context=16)
@@ -133,19 +133,6 @@ def test_gradients_travel_when_the_library_sends_them(refresh: int, names: int |
     codec = nc.codec("sign")
     expected = [not table.at(step, codec).momentum for step in range(200)]
     assert [way.travels(step, 200) != "momentum" for step in range(200)] == expected
-
-
-def test_a_second_moment_that_follows_changes_as_the_square_of_the_momentum() -> None:
-    flat = Flat(nn.Linear(8, 4), WORKERS)
-    run = Run(Way("raw", warmup=0.1, follow=True), flat, 100)
-    run.optimizer.second.fill_(1.0)
-    for step in range(90):
-        run._average.fill_(1.0 if step < 40 else 2.0)
-        run._follow()
-    weight, rest = run.optimizer.second[: flat.numel], run.optimizer.second[flat.compressed :]
-    share = 1 - BETAS[1] ** 50  # of the way from 1 to 4
-    torch.testing.assert_close(weight, torch.full_like(weight, 1 + 3 * share), rtol=1e-4, atol=0)
-    assert bool((rest == 1).all())
 
 
 def test_newton_schulz_leaves_singular_values_near_one() -> None:
