@@ -187,9 +187,10 @@ def write(cells: dict[str, Any], folder: Path, about: str, name: str = "training
     """training.md and its pictures; the text. Under another name, no pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = training_report.tables(cells, about)
-    for model in training_report.trained(cells):
+    for model in MODELS:
         lines += training_meetings.meetings_section(cells, model) + training_meetings.race_section(cells, model)
-        pictures = training_plots.draw(cells, model, folder) if name == "training" else {}
+        drawn = name == "training" and model in training_report.trained(cells)
+        pictures = training_plots.draw(cells, model, folder) if drawn else {}
         lines += [f"![{what}]({picture})" for picture, what in pictures.items()]
     text = "\n".join(lines).rstrip() + "\n"
     (folder / f"{name}.md").write_text(text)
