@@ -47,6 +47,8 @@ SENT = {"feedback": 1.0, "scaled": True, "bound": 4.0}
 """How the library sends a momentum."""
 RATES = (7e-4, 1e-3, 1.4e-3)
 """Of AdamW: fp32 is best at the middle one, and far worse at 5e-4 and 2e-3."""
+AS_FP32 = 0.0
+"""In place of a rate: the one at which fp32, with the same optimizer and clipping after the sum, is best."""
 
 
 def adamw_ways() -> Iterable[Way]:
@@ -61,19 +63,18 @@ def adamw_ways() -> Iterable[Way]:
 
 
 def sgd_ways() -> Iterable[Way]:
-    return _by_rate("sgd", (0.03, 0.1))
+    return _at_best_rate("sgd", (0.03, 0.1))
 
 
 def muon_ways() -> Iterable[Way]:
-    return _by_rate("muon", (1e-3, 2e-3))
+    return _at_best_rate("muon", (1e-3, 2e-3, 4e-3))
 
 
-def _by_rate(optimizer: str, rates: Iterable[float]) -> Iterable[Way]:
-    for rate in rates:
-        yield Way(optimizer=optimizer, rate=rate)
-        yield Way("int8", optimizer, rate)
-        for codec in ("int4", "int2", "sign"):
-            yield from (Way(codec, optimizer, rate, feedback) for feedback in (0.0, 1.0))
+def _at_best_rate(optimizer: str, rates: Iterable[float]) -> Iterable[Way]:
+    """fp32 at some rates, and codecs at the best of them."""
+    yield from (Way(optimizer=optimizer, rate=rate) for rate in rates)
+    for codec, feedback in itertools.product(("int4", "int2", "sign"), (0.0, 1.0)):
+        yield Way(codec, optimizer, AS_FP32, feedback)
 
 
 def momentum_ways() -> Iterable[Way]:
@@ -91,9 +92,13 @@ def momentum_ways() -> Iterable[Way]:
 
 
 def clipping_ways() -> Iterable[Way]:
-    fifth = Way("sign", warmup=0.2, warmup_codec="int4", **SENT)
-    for way in (Way(), Way("int4", feedback=1.0), Way("int2"), fifth):
-        yield from (dataclasses.replace(way, clip=clip) for clip in ("", "before", "after"))
+    """Higher rates, too: clipped gradients bear them."""
+    momentums = [Way(codec, warmup=0.2, warmup_codec="int4", **SENT) for codec in ("sign", "int2")]
+    ways = Way(), Way("int4", feedback=1.0), Way("int2"), *momentums
+    for way, rate in itertools.product(ways, (1e-3, 1.4e-3, 2e-3)):
+        yield dataclasses.replace(way, rate=rate, clip="after")
+    for way in (Way(), Way("int4", feedback=1.0)):
+        yield dataclasses.replace(way, rate=AS_FP32, clip="before")
 
 
 def residuals_ways() -> Iterable[Way]:
@@ -198,6 +203,13 @@ def at_best(ways: Iterable[Way], runs: Runs) -> list[Way]:
     return list(best.values())
 
 
+def with_rates(ways: Iterable[Way], runs: Runs) -> list[Way]:
+    """Ways with fp32's best rate in place of `AS_FP32`; those without one are left out."""
+    best = {(way.optimizer, bool(way.clip)): way.rate for way in at_best(ways, runs) if not way.codec}
+    rates = [(way, way.rate or best.get((way.optimizer, bool(way.clip)), AS_FP32)) for way in ways]
+    return [dataclasses.replace(way, rate=rate) for way, rate in rates if rate != AS_FP32]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="?", default=",".join(QUESTIONS), help=f"of {', '.join(QUESTIONS)}")
@@ -219,10 +231,12 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     runs = Runs(settings, options.processes, options.out / "simulated.jsonl")
     if not options.report:
-        runs.train(ways)
-        runs.train(
-            dataclasses.replace(way, seed=seed) for seed in range(1, options.seeds) for way in at_best(ways, runs)
-        )
+        runs.train(way for way in ways if way.rate != AS_FP32)
+    ways = with_rates(ways, runs)
+    if not options.report:
+        best = at_best([way for way in ways if runs.has(way)], runs)
+        best += [way for way in ways if not runs.has(way)]
+        runs.train(dataclasses.replace(way, seed=seed) for seed in range(options.seeds) for way in best)
         runs.end()
     print(simulated_report.tables(at_best(ways, runs), runs))
 
