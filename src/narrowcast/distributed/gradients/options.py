@@ -62,22 +62,26 @@ def plain_name(name: str) -> str:
     return re.sub(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)", "", name).lstrip(".")
 
 
-def mode_of(given: Mode | None, codec: Codec | None, schedule: object = None, second_moment: bool = True) -> Mode:
-    """What `error_feedback` means: what is given, or what trains best with this codec.
+def mode_of(
+    given: Mode | None, codec: Codec | None, schedule: object = None, second_moment: bool | None = None
+) -> Mode:
+    """What `error_feedback` means: what is given, or what trains best with this codec and optimizer.
 
-    Below 8 bits feedback lowers the loss, with one exception: an optimizer that divides by a second moment, as Adam
-    does. Residuals make gradients of few bits larger, the second moment swells, and the loss ends higher
-    (bench/simulated.py feedback). So below 4 bits it is on where no `second_moment` sees what travels.
+    An optimizer that divides by a second moment, as Adam does, gains nothing by feedback: at 3 bits and more losses are
+    alike, and residuals cost memory; at fewer bits they swell the second moment, and the loss ends higher. Without a
+    second moment feedback lowers the loss below 8 bits. Where the optimizer is not known (None), it is on where it
+    does no harm with any. bench/results/simulated.md has the losses.
     """
     if given is None:
         if schedule is not None:
-            return True
+            return not second_moment
         bits = 32 if codec is None else codec.format.bits
-        return bits < 8 and (bits >= FEWEST_BITS or not second_moment)
+        return bits < 8 and not second_moment and (bits >= FEWEST_BITS or second_moment is False)
     if given not in (True, False, "owner"):
         raise SpecError(
             f'error_feedback={given!r}: True (sender and owner), "owner" (there only), False, or None for what trains '
-            "best: True from 4 bits to below 8, and below 4 bits with optimizer=torch.optim.SGD(...) or momentum=."
+            "best: True from 4 bits to below 8, below 4 bits with optimizer=torch.optim.SGD(...) or momentum=, and "
+            "False with an optimizer= like Adam."
         )
     return given
 
@@ -106,17 +110,22 @@ def residual_codec_of(given: AnyCodec | None, mode: Mode, undecided: bool) -> Co
 
 
 FEWEST_BITS = 4
-"""Feedback is on with every optimizer from so many bits an element on: with AdamW it takes int4 from +1.2% of loss to
-+0.4%, and int2 from +2.8% to +7.4%."""
+"""Where the optimizer is not known, feedback is on from so many bits an element on: under AdamW it does no harm there,
+and makes int2 and sign worse."""
 
 
-def keeps_no_second_moment(optimizer: object) -> bool:
-    """Whether steps are not divided by a second moment, as far as the class tells; a wrapper's is what it wraps."""
+def second_moment_of(optimizer: object) -> bool | None:
+    """Whether steps are divided by a second moment, as far as the class tells; a wrapper's is what it wraps."""
     if optimizer is None:
-        return False  # and torch.optim, which takes a second to load, is left alone
+        return None  # and torch.optim, which takes a second to load, is left alone
     while optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = getattr(optimizer, "optimizer", None)
-    return isinstance(optimizer, (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD)))
+    if isinstance(optimizer, (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))):
+        return False
+    return True if isinstance(optimizer, tuple(getattr(torch.optim, name) for name in LIKE_ADAM)) else None
+
+
+LIKE_ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adafactor", "RMSprop", "Adagrad", "Adadelta")
 
 
 def spoken(codec: Codec | None, how: str, chosen: bool, feedback: Mode) -> str:
