@@ -10,7 +10,8 @@ from typing import Any
 from simulated_workers import Way
 
 NAMES = {"adamw": "AdamW", "sgd": "SGD with momentum", "muon": "Muon"}
-FEEDBACK = (0.0, 0.9, 0.95, 1.0)
+CODECS = ("int8", "int4", "int3", "int2", "sign")
+FEEDBACK = (0.0, 0.9, 1.0)
 REFRESHED = {0: "", -1: ", refreshed after 16, 32, 64 ... steps"}
 
 
@@ -56,7 +57,7 @@ class Ends:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] + ["--:"] * (len(head) - 1), *rows]
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
     return ["", *("| " + " | ".join(cells) + " |" for cells in lines), ""]
 
 
@@ -65,16 +66,28 @@ def feedback_section(ends: Ends) -> list[str]:
     lines = []
     for optimizer, name in NAMES.items():
         plain = Way(optimizer=optimizer)
-        if not ends.losses(plain):
+        ways = [Way(codec, optimizer, feedback=feedback) for codec in CODECS for feedback in FEEDBACK]
+        trained = [way for way in ways if ends.losses(way)]
+        if not trained:
             continue
+        shares = sorted({way.feedback for way in trained})
         rows = []
-        for codec in ("int8", "int4", "int3", "int2", "sign"):
-            ways = [Way(codec, optimizer, feedback=feedback) for feedback in FEEDBACK]
-            cells = [f"{ends.cell(way)} at {ends.rate(way)}" if ends.losses(way) else "" for way in ways]
-            rows.append([f"`{codec}`", *cells, ends.beside(ways[0], plain), ends.beside(ways[-1], plain)])
-        head = ["residuals multiplied by", "none", "0.9", "0.95", "1", "none, to fp32", "1, to fp32"]
-        lines += [f"## {name}: fp32 {ends.cell(plain)} at {ends.rate(plain)}", *table(head, rows)]
+        for codec in dict.fromkeys(way.codec for way in trained):
+            each = [Way(codec, optimizer, feedback=feedback) for feedback in shares]
+            cells = [
+                ends.cell(way) and f"{ends.cell(way)}{_seeds(ends, way)}, {ends.beside(way, plain)}" for way in each
+            ]
+            rows.append([f"`{codec}`", *cells])
+        head = ["residuals times", *("0: no feedback" if share == 0 else f"{share:g}" for share in shares)]
+        rates = sorted({ends.rate(way) for way in trained}, key=float)
+        about = f"fp32 {ends.cell(plain)} with {ends.seeds(plain)} seeds, best at a rate of {ends.rate(plain)}."
+        about += f" Best rates of the others: {', '.join(rates)}."
+        lines += [f"## {name}", "", about, *table(head, rows)]
     return lines
+
+
+def _seeds(ends: Ends, way: Way) -> str:
+    return "" if len(ends.losses(way)) == 3 else f" ({ends.seeds(way)} seed{'s' if len(ends.losses(way)) > 1 else ''})"
 
 
 def compared(ends: Ends, ways: Iterable[Way], name: Callable[[Way], str]) -> list[str]:
