@@ -62,26 +62,25 @@ def plain_name(name: str) -> str:
     return re.sub(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)", "", name).lstrip(".")
 
 
-def mode_of(
-    given: Mode | None, codec: Codec | None, schedule: object = None, second_moment: bool | None = None
-) -> Mode:
-    """What `error_feedback` means: what is given, or what trains best with this codec and optimizer.
+Kind = Literal["momentum", "sgd", "adam"]
+"""What steps are made of: a momentum that travelled, gradients, or gradients over the root of a second moment."""
+FEWEST_BITS: dict[Kind | None, int] = {"momentum": 1, "sgd": 2, "adam": 8, None: 4}
+"""Error feedback is on by default from so many bits an element to below 8. Adam and its kind gain nothing by it: at 3
+bits and more losses are alike, and residuals cost memory; at fewer bits they swell the second moment, and the loss ends
+higher. SGD and Muon may gain down to 2 bits, and lose in `sign`. Where the optimizer is not known (None), it is on
+where it does no harm with any. bench/results/simulated.md has the losses."""
 
-    An optimizer that divides by a second moment, as Adam does, gains nothing by feedback: at 3 bits and more losses are
-    alike, and residuals cost memory; at fewer bits they swell the second moment, and the loss ends higher. Without a
-    second moment feedback lowers the loss below 8 bits. Where the optimizer is not known (None), it is on where it
-    does no harm with any. bench/results/simulated.md has the losses.
-    """
+
+def mode_of(given: Mode | None, codec: Codec | None, schedule: object = None, kind: Kind | None = None) -> Mode:
+    """What `error_feedback` means: what is given, or what trains best with this codec and kind of optimizer."""
     if given is None:
-        if schedule is not None:
-            return not second_moment
         bits = 32 if codec is None else codec.format.bits
-        return bits < 8 and not second_moment and (bits >= FEWEST_BITS or second_moment is False)
+        return kind != "adam" if schedule is not None else FEWEST_BITS[kind] <= bits < 8
     if given not in (True, False, "owner"):
         raise SpecError(
             f'error_feedback={given!r}: True (sender and owner), "owner" (there only), False, or None for what trains '
-            "best: True from 4 bits to below 8, below 4 bits with optimizer=torch.optim.SGD(...) or momentum=, and "
-            "False with an optimizer= like Adam."
+            "best: True from 4 bits to below 8, from 2 with optimizer=torch.optim.SGD(...), from 1 with momentum=, "
+            "and False with an optimizer= like Adam."
         )
     return given
 
@@ -109,20 +108,17 @@ def residual_codec_of(given: AnyCodec | None, mode: Mode, undecided: bool) -> Co
     return chosen
 
 
-FEWEST_BITS = 4
-"""Where the optimizer is not known, feedback is on from so many bits an element on: under AdamW it does no harm there,
-and makes int2 and sign worse."""
-
-
-def second_moment_of(optimizer: object) -> bool | None:
-    """Whether steps are divided by a second moment, as far as the class tells; a wrapper's is what it wraps."""
+def kind_of(optimizer: object, momentum: object) -> Kind | None:
+    """What steps are made of, as far as the class of the optimizer tells; a wrapper's is what it wraps."""
+    if momentum is not None:
+        return "momentum"
     if optimizer is None:
         return None  # and torch.optim, which takes a second to load, is left alone
     while optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = getattr(optimizer, "optimizer", None)
     if isinstance(optimizer, (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))):
-        return False
-    return True if isinstance(optimizer, tuple(getattr(torch.optim, name) for name in LIKE_ADAM)) else None
+        return "sgd"
+    return "adam" if isinstance(optimizer, tuple(getattr(torch.optim, name) for name in LIKE_ADAM)) else None
 
 
 LIKE_ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adafactor", "RMSprop", "Adagrad", "Adadelta")
