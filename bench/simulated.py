@@ -1,14 +1,15 @@
 """What trains best for its bytes: codecs, error feedback, optimizers and the momentum, with simulated workers.
 
-    python bench/simulated.py feedback --device cuda --processes 6 --out bench/results      minutes on a GPU
-    python bench/simulated.py momentum --model tiny --steps 40                              to try it on a CPU
+    python bench/simulated.py --tf32 --processes 14 --seeds 3 --out bench/results       minutes on a GPU
+    python bench/simulated.py momentum --model tiny --steps 40                          to try it on a CPU
+    python bench/simulated.py adamw,sgd ... --report                                    tables of what is there
 
-`feedback` asks when error feedback helps: three optimizers, 8 to 1 bits, residuals kept whole, decayed or not at all.
-`momentum` asks how long the warm-up of a travelling momentum must be, and how its second moment is kept. `clipping`
-asks whether gradients are better clipped before they travel or after. Every way is trained at several learning rates,
-and counts at its best one: the first seed at all rates, the others (`--seeds 3`) at the best rate of the first.
-simulated_workers.py says what a simulated worker is. Results are kept as they come, in simulated.jsonl: a second call
-does only what is missing.
+`adamw`, `sgd` and `muon` ask when error feedback helps: 8 to 1 bits, residuals kept whole, decayed or not at all.
+`momentum` asks how long the warm-up of a travelling momentum must be, how its second moment is kept and what it may
+travel in, beside PowerSGD. `clipping` asks whether gradients are better clipped before they travel or after, and
+`residuals` what it costs to hold residuals in 8 bits. A way with several learning rates counts at its best one: the
+first seed is trained at all rates, the others (`--seeds 3`) at the best rate of the first. simulated_workers.py says
+what a simulated worker is. Results are kept as they come, in simulated.jsonl: a second call does only what is missing.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import argparse
 import dataclasses
 import itertools
 import json
-import statistics
+import signal
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,10 +32,10 @@ import torch  # noqa: E402
 import torch.multiprocessing as multiprocessing  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
-from rich.table import Table  # noqa: E402
 
+import simulated_report  # noqa: E402
 from narrowcast.byte_gpt import GPTConfig  # noqa: E402
-from simulated_workers import Way, train  # noqa: E402
+from simulated_workers import Simulation, Way  # noqa: E402
 
 MODELS: dict[str, tuple[GPTConfig, int]] = {
     "large": (GPTConfig(layers=6, width=384, heads=6, context=128), 8),
@@ -41,49 +43,79 @@ MODELS: dict[str, tuple[GPTConfig, int]] = {
     "tiny": (GPTConfig(layers=1, width=32, heads=2, context=32), 2),
 }
 """Shape, and sequences a worker and step."""
-RATES = {"adamw": (5e-4, 1e-3, 2e-3), "sgd": (0.1, 0.3, 1.0), "muon": (5e-4, 1e-3, 2e-3)}
+SENT = {"feedback": 1.0, "scaled": True, "bound": 4.0}
+"""How the library sends a momentum."""
+RATES = (7e-4, 1e-3, 1.4e-3)
+"""Of AdamW: fp32 is best at the middle one, and far worse at 5e-4 and 2e-3."""
+AS_FP32 = 0.0
+"""In place of a rate: the one at which fp32, with the same optimizer and clipping after the sum, is best."""
 
 
-def feedback_ways() -> Iterable[Way]:
-    """Every optimizer at every width, with and without feedback."""
-    for optimizer, rates in RATES.items():
-        for rate in rates:
-            yield Way(optimizer=optimizer, rate=rate)
-            for codec, feedback in itertools.product(("int8", "int4", "int3", "int2", "sign"), (0.0, 0.9, 0.95, 1.0)):
-                if codec != "int8" or feedback in (0.0, 1.0):
-                    yield Way(codec, optimizer, rate, feedback)
+def adamw_ways() -> Iterable[Way]:
+    """8 to 1 bits with and without feedback. The rate that is best without a codec and with two is taken for all."""
+    for rate in RATES:
+        yield Way(rate=rate)
+        yield Way("int4", rate=rate, feedback=1.0)
+        yield Way("int2", rate=rate)
+    for codec, feedback in itertools.product(("int8", "int4", "int3", "int2", "sign"), (0.0, 0.9, 1.0)):
+        if codec != "int8" or feedback != 0.9:
+            yield Way(codec, feedback=feedback)
+
+
+def sgd_ways() -> Iterable[Way]:
+    return _at_best_rate("sgd", (0.03, 0.1))
+
+
+def muon_ways() -> Iterable[Way]:
+    return _at_best_rate("muon", (1e-3, 2e-3, 4e-3))
+
+
+def _at_best_rate(optimizer: str, rates: Iterable[float]) -> Iterable[Way]:
+    """fp32 at some rates, and codecs at the best of them."""
+    yield from (Way(optimizer=optimizer, rate=rate) for rate in rates)
+    for codec, feedback in itertools.product(("int4", "int2", "sign"), (0.0, 1.0)):
+        yield Way(codec, optimizer, AS_FP32, feedback)
 
 
 def momentum_ways() -> Iterable[Way]:
-    """Warm-ups and refreshes, beside fp32 and the gradient in int8 and int4."""
-    for rate in RATES["adamw"]:
+    """Warm-ups, refreshes and codecs of the momentum, beside PowerSGD."""
+    for rate in RATES[1:]:
         yield Way(rate=rate)
-        yield Way("int8", rate=rate)
-        yield Way("int4", rate=rate, feedback=1.0)
-        for warmup, refresh in itertools.product((0.05, 0.1, 0.2), (0, 16, 64, -1)):
-            yield Way("sign", rate=rate, feedback=1.0, warmup=warmup, refresh=refresh)
-        yield Way("sign", rate=rate, feedback=1.0, warmup=0.1, refresh=-1, warmup_codec="int4")
-        yield Way("int2", rate=rate, feedback=1.0, warmup=0.1, refresh=-1)
+        for warmup, codec in ((0.1, "int8"), (0.2, "int8"), (0.1, "int4"), (0.2, "int4"), (0.3, "int4")):
+            yield Way("sign", rate=rate, warmup=warmup, warmup_codec=codec, **SENT)
+        fifth = Way("sign", rate=rate, warmup=0.2, warmup_codec="int4", **SENT)
+        yield dataclasses.replace(fifth, refresh=-1)
+        yield dataclasses.replace(fifth, feedback=0.9)
+        yield from (dataclasses.replace(fifth, codec=f"sign:block={block}") for block in (32, 128))
+        yield from (dataclasses.replace(fifth, codec="int2", warmup=warmup) for warmup in (0.1, 0.2))
+    yield from (Way(f"powersgd{rank}", feedback=1.0, warmup=0.1) for rank in (1, 2, 4))
 
 
 def clipping_ways() -> Iterable[Way]:
-    for rate, clip in itertools.product(RATES["adamw"], ("", "before", "after")):
-        for codec, feedback in (("", 0.0), ("int4", 0.0), ("int4", 1.0), ("int2", 0.0), ("int2", 1.0)):
-            yield Way(codec, rate=rate, feedback=feedback, clip=clip)
-        yield Way("sign", rate=rate, feedback=1.0, warmup=0.1, refresh=-1, clip=clip)
+    """Higher rates, too: clipped gradients bear them."""
+    momentums = [Way(codec, warmup=0.2, warmup_codec="int4", **SENT) for codec in ("sign", "int2")]
+    ways = Way(), Way("int4", feedback=1.0), Way("int2"), *momentums
+    for way, rate in itertools.product(ways, (1e-3, 1.4e-3, 2e-3)):
+        yield dataclasses.replace(way, rate=rate, clip="after")
+    for way in (Way(), Way("int4", feedback=1.0)):
+        yield dataclasses.replace(way, rate=AS_FP32, clip="before")
 
 
-def trial_ways() -> Iterable[Way]:
-    for rate in (1e-3, 2e-3):
-        yield Way(rate=rate)
-        yield Way("int4", rate=rate, feedback=1.0)
-        for warmup in (0.05, 0.1, 0.2):
-            yield Way("sign", rate=rate, feedback=1.0, warmup=warmup)
-            for bound in (0.0, 1.0, 4.0):
-                yield Way("sign", rate=rate, feedback=1.0, warmup=warmup, scaled=True, bound=bound)
+def residuals_ways() -> Iterable[Way]:
+    """Residuals held in fp32, and in int8."""
+    fifth = Way("sign", warmup=0.2, warmup_codec="int4", **SENT)
+    for way in (Way("int4", feedback=1.0), fifth):
+        yield from (dataclasses.replace(way, residual_codec=codec) for codec in ("", "int8"))
 
 
-QUESTIONS = {"trial": trial_ways, "feedback": feedback_ways, "momentum": momentum_ways, "clipping": clipping_ways}
+QUESTIONS = {
+    "adamw": adamw_ways,
+    "sgd": sgd_ways,
+    "muon": muon_ways,
+    "momentum": momentum_ways,
+    "clipping": clipping_ways,
+    "residuals": residuals_ways,
+}
 
 
 def _key(way: Way, settings: dict[str, Any]) -> str:
@@ -92,109 +124,121 @@ def _key(way: Way, settings: dict[str, Any]) -> str:
 
 def _work(ways: Any, results: Any, settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high" if settings["tf32"] else "highest")
     config, batch = MODELS[settings["model"]]
+    simulation = Simulation(config, batch, settings["steps"], settings["workers"], settings["device"])
     while (way := ways.get()) is not None:
-        found = train(way, config, batch, settings["steps"], settings["workers"], settings["device"], lambda step: None)
-        results.put((way, found))
+        start = time.perf_counter()
+        try:
+            found = simulation.train(way)
+        except Exception as error:  # the main process ends with it, instead of waiting for ever
+            results.put((way, f"{type(error).__name__}: {error}"))
+            raise
+        results.put((way, {**found, "seconds": round(time.perf_counter() - start, 2)}))
 
 
-def run(ways: list[Way], settings: dict[str, Any], processes: int, file: Path) -> dict[str, Any]:
-    """Train what is not in the file yet, some side by side; the results of all."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    known = {line["key"]: line["found"] for line in map(json.loads, lines)}
-    missing = [way for way in ways if _key(way, settings) not in known]
-    context = multiprocessing.get_context("spawn")
-    todo, results = context.Queue(), context.Queue()
-    for way in [*missing, *[None] * processes]:
-        todo.put(way)
-    workers = [context.Process(target=_work, args=(todo, results, settings), daemon=True) for _ in range(processes)]
-    for worker in workers if missing else ():
-        worker.start()
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress, file.open("a") as output:
-        task = progress.add_task("training", total=len(missing))
-        for _ in missing:
-            way, found = results.get()
-            key = _key(way, settings)
-            known[key] = found
+class Runs:
+    """What has been trained, in a file and here, and processes that train more."""
+
+    def __init__(self, settings: dict[str, Any], processes: int, file: Path) -> None:
+        self.settings, self.file, self._processes = settings, file, processes
+        lines = file.read_text().splitlines() if file.exists() else []
+        self.known: dict[str, Any] = {line["key"]: line["found"] for line in map(json.loads, lines)}
+        context = multiprocessing.get_context("spawn")
+        self._todo, self._results = context.Queue(), context.Queue()
+        self._workers = [
+            context.Process(target=_work, args=(self._todo, self._results, settings), daemon=True)
+            for _ in range(processes)
+        ]
+        self._started = False
+
+    def has(self, way: Way) -> bool:
+        return _key(way, self.settings) in self.known
+
+    def of(self, way: Way) -> dict[str, Any]:
+        found: dict[str, Any] = self.known[_key(way, self.settings)]
+        return found
+
+    def final(self, way: Way) -> float:
+        loss = self.of(way)["final"]
+        return loss if loss == loss else float("inf")
+
+    def train(self, ways: Iterable[Way]) -> None:
+        """Train what is not there yet, some side by side."""
+        missing = [way for way in ways if not self.has(way)]
+        if missing and not self._started:
+            for worker in self._workers:
+                worker.start()
+            self._started = True
+        for way in missing:
+            self._todo.put(way)
+        with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+            task = progress.add_task("training", total=len(missing))
+            for _ in missing:
+                self._add(*self._results.get())
+                progress.advance(task)
+
+    def _add(self, way: Way, found: dict[str, Any] | str) -> None:
+        if isinstance(found, str):
+            raise RuntimeError(f"{way}: {found}")
+        key = _key(way, self.settings)
+        self.known[key] = found
+        with self.file.open("a") as output:
             output.write(json.dumps({"key": key, "found": found}) + "\n")
-            output.flush()
-            progress.advance(task)
-    return known
+
+    def end(self) -> None:
+        for _ in self._workers if self._started else ():
+            self._todo.put(None)
+        for worker in self._workers if self._started else ():
+            worker.join()
 
 
-def at_best(ways: list[Way], known: dict[str, Any], settings: dict[str, Any]) -> dict[Way, tuple[float, float]]:
-    """Of each way, whatever its rate: the lowest loss, and the rate that gave it."""
-    best: dict[Way, tuple[float, float]] = {}
+def at_best(ways: Iterable[Way], runs: Runs) -> list[Way]:
+    """Each way, with the rate at which its first seed ended lowest."""
+    best: dict[Way, Way] = {}
     for way in ways:
-        here = (_final(way, known, settings), way.rate)
-        plain = dataclasses.replace(way, rate=0.0)
-        best[plain] = min(best.get(plain, here), here)
-    return best
+        if runs.has(way):
+            plain = dataclasses.replace(way, rate=0.0)
+            best[plain] = min(best.get(plain, way), way, key=runs.final)
+    return list(best.values())
 
 
-def _final(way: Way, known: dict[str, Any], settings: dict[str, Any]) -> float:
-    final = known[_key(way, settings)]["final"]
-    return final if final == final else float("inf")
-
-
-def table(best: list[Way], more: list[Way], known: dict[str, Any], settings: dict[str, Any]) -> Table:
-    """Each way at its best rate over all seeds, beside fp32 with the same optimizer and clipping."""
-    losses: dict[Way, list[float]] = {way: [] for way in best}
-    for way in [*best, *more]:
-        losses[dataclasses.replace(way, seed=0)].append(_final(way, known, settings))
-    fp32 = {
-        (way.optimizer, way.clip): statistics.mean(losses[way]) for way in best if not way.codec and not way.momentum
-    }
-    columns = (
-        "optimizer",
-        "codec",
-        "bits",
-        "feedback",
-        "clip",
-        "warm-up",
-        "refresh",
-        "rate",
-        "loss",
-        "apart",
-        "to fp32",
-    )
-    shown = Table(
-        *columns,
-        title=f"{settings['model']}, {settings['steps']} steps, {settings['workers']} workers",
-    )
-    for way, finals in losses.items():
-        loss, scatter = statistics.mean(finals), max(finals) - min(finals)
-        warm = f"{way.warmup:.0%} {way.warmup_codec}" if way.momentum else ""
-        refresh = {0: "", -1: "growing"}.get(way.refresh, str(way.refresh)) if way.momentum else ""
-        bits = known[_key(way, settings)]["bits"]
-        cells = (way.optimizer, way.codec or "fp32", f"{bits:.2f}", f"{way.feedback:g}", way.clip, warm, refresh)
-        above = loss / fp32[way.optimizer, way.clip] - 1
-        shown.add_row(*cells, f"{way.rate:g}", f"{loss:.4f}", f"{scatter:.4f}", f"{above:+.1%}")
-    return shown
+def with_rates(ways: Iterable[Way], runs: Runs) -> list[Way]:
+    """Ways with fp32's best rate in place of `AS_FP32`; those without one are left out."""
+    best = {(way.optimizer, bool(way.clip)): way.rate for way in at_best(ways, runs) if not way.codec}
+    rates = [(way, way.rate or best.get((way.optimizer, bool(way.clip)), AS_FP32)) for way in ways]
+    return [dataclasses.replace(way, rate=rate) for way, rate in rates if rate != AS_FP32]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", choices=QUESTIONS)
+    parser.add_argument("questions", nargs="?", default=",".join(QUESTIONS), help=f"of {', '.join(QUESTIONS)}")
     parser.add_argument("--model", choices=MODELS, default="large")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--only", default="", help="ways whose repr has all of these words, separated by commas")
+    parser.add_argument("--tf32", action="store_true", help="products on a GPU in TF32")
     parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--report", action="store_true", help="print tables of what is there")
     options = parser.parse_args()
-    settings = {name: getattr(options, name) for name in ("model", "steps", "workers", "device")}
-    ways = list(QUESTIONS[options.question]())
-    ways = [way for way in ways if not way.codec or all(word in repr(way) for word in options.only.split(","))]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and ends the processes; `timeout` then leaves none behind
+    settings = {name: getattr(options, name) for name in ("model", "steps", "workers", "device", "tf32")}
+    if wrong := set(options.questions.split(",")) - set(QUESTIONS):
+        parser.error(f"questions: there is no {sorted(wrong)}; there are {list(QUESTIONS)}")
+    ways = list(dict.fromkeys(way for question in options.questions.split(",") for way in QUESTIONS[question]()))
     options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "simulated.jsonl"
-    known = run(ways, settings, options.processes, file)
-    best = [dataclasses.replace(way, rate=rate) for way, (_, rate) in at_best(ways, known, settings).items()]
-    more = [dataclasses.replace(way, seed=seed) for seed in range(1, options.seeds) for way in best]
-    known = run(more, settings, options.processes, file)
-    Console(width=130).print(table(best, more, known, settings))
+    runs = Runs(settings, options.processes, options.out / "simulated.jsonl")
+    if not options.report:
+        runs.train(way for way in ways if way.rate != AS_FP32)
+    ways = with_rates(ways, runs)
+    if not options.report:
+        best = at_best([way for way in ways if runs.has(way)], runs)
+        best += [way for way in ways if not runs.has(way)]
+        runs.train(dataclasses.replace(way, seed=seed) for seed in range(options.seeds) for way in best)
+        runs.end()
+    print(simulated_report.tables(at_best(ways, runs), runs))
 
 
 if __name__ == "__main__":

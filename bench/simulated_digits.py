@@ -26,9 +26,8 @@ from sklearn.datasets import load_digits  # noqa: E402
 from sklearn.model_selection import train_test_split  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-import narrowcast as nc  # noqa: E402
-from simulated_workers import Flat, Gradients, Optimizer, Reduction, Way  # noqa: E402
-from training_ranks import warm_cosine  # noqa: E402
+from simulated_gradients import Flat, one_by_one  # noqa: E402
+from simulated_workers import Run, Way  # noqa: E402
 
 RATES = {"sgd": (0.05, 0.15), "adamw": (2e-3, 6e-3)}
 WORKERS, BATCH = 4, 16
@@ -50,17 +49,12 @@ def train(way: Way, steps: int) -> tuple[float, float]:
     split = train_test_split(images, labels, test_size=1 / 3, random_state=0, stratify=labels)
     x, x_test = (torch.tensor(each, dtype=torch.float32).view(-1, 1, 8, 8) / 16 for each in split[:2])
     y, y_test = (torch.tensor(each) for each in split[2:])
-    flat = Flat(network(way.seed))
-    gradients = Gradients(flat, loss_of, (x[:BATCH], y[:BATCH]))
-    optimizer, generator = Optimizer(way, flat), torch.Generator().manual_seed(way.seed)
-    reduction = Reduction(nc.codec(way.codec), way.feedback) if way.codec else None
+    flat = Flat(network(way.seed), WORKERS)
+    run, generator = Run(way, flat, steps), torch.Generator().manual_seed(way.seed)
     for step in range(steps):
-        chosen = torch.randint(len(x), (WORKERS, BATCH), generator=generator)
-        terms = torch.stack([gradients((x[batch], y[batch])).clone() for batch in chosen])
-        average = terms.mean(0)
-        if reduction is not None:
-            average[: flat.compressed] = reduction.average(terms[:, : flat.compressed])
-        optimizer.step(average, way.rate * warm_cosine(step, steps), 0)
+        chosen = torch.randint(len(x), (WORKERS * BATCH,), generator=generator)
+        one_by_one(flat, loss_of, x[chosen], y[chosen])
+        run.step(torch.tensor([step]), "gradient")
     with torch.no_grad():
         scores = flat.model(x_test)
         return float(nn.functional.cross_entropy(scores, y_test)), float((scores.argmax(1) == y_test).float().mean())

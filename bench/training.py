@@ -15,6 +15,9 @@ four ranks shares this machine's cores, so the many trainings of `quality` take 
     quality   loss on text that is never trained on, after the same steps from the same weights on the same batches, for
               several seeds: real DDP on the loopback interface. `to fp32` pairs runs of the same seed. A curve's points
               before the last are taken on a quarter of that text.
+    race      loss after the same seconds in a network in a box: each method makes as many steps as `speed` at that rate
+              says it can (`--seconds 40`), with the learning rate's schedule over these steps. One seed. Methods
+              whose time a step, or that of their warm-up, was not taken are left out.
     memory    what a compression keeps between steps, in bytes a parameter, and rank 0's peak memory beside DDP's own.
 
 Time to a loss is the curve of `quality` on the clock of `speed`, for the same model; steps of a warm-up cost what fp32
@@ -57,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"config": asdict(GPTConfig(layers=1, width=32, heads=2, context=32)), "batch": 2, "rate": 3e-3},
 }
 """Shape, sequences a step and rank, and learning rate; `tiny` is for trying the bench itself."""
-PARTS = ("speed", "quality", "memory", "report")
+PARTS = ("speed", "quality", "race", "memory", "report")
 SPEED = (
     *("fp32", "fp16 hook", "PowerSGD 1", "PowerSGD 4", "per-tensor hook"),
     *("int8", "int4+EF", "int2+EF", "sign+EF", "momentum sign", "auto", "no exchange"),
@@ -101,6 +104,11 @@ def loopback() -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
 
 
+def lab(rate: str) -> list[str]:
+    """A network in a box."""
+    return [str(HERE / "netlab"), "--ranks", str(RANKS), "--only", "0", "--tcp", choose(), "--rate", rate]
+
+
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
@@ -114,8 +122,7 @@ def speed(given: argparse.Namespace, results: Results, progress: Progress) -> No
         key = f"speed/{model}/{rate}"
         progress.update(bar, description=key)
         if results.missing(key, settings):
-            lab = [str(HERE / "netlab"), "--ranks", str(RANKS), "--only", "0", "--tcp", choose(), "--rate", rate]
-            (figures,) = launch({"part": "speed", **settings}, *lab, "--", sys.executable)
+            (figures,) = launch({"part": "speed", **settings}, *lab(rate), "--", sys.executable)
             results.add(key, settings, figures)
         progress.advance(bar)
 
@@ -132,6 +139,25 @@ def quality(given: argparse.Namespace, results: Results, progress: Progress) -> 
             if results.missing(key, settings):
                 job = {"part": "quality", **settings, "method": name, "seeds": [seed]}
                 results.add(key, settings, _trained(job, progress))
+            progress.advance(bar)
+
+
+def race(given: argparse.Namespace, results: Results, progress: Progress) -> None:
+    methods = [name for name in METHODS if name in given.methods and name not in NOT_TRAINED]
+    bar = progress.add_task("race", total=len(methods) * len(given.rates))
+    for rate in given.rates:
+        cell = results.cells.get(f"speed/{given.quality_model}/{rate}")
+        if cell is None:
+            raise SystemExit(f"race: needs `--only speed --speed-models {given.quality_model} --rates {rate}` first")
+        cost = training_report.seconds_of(cell)
+        for name in (name for name in methods if training_meetings.timed(name, cost)):
+            key = f"race/{given.quality_model}/{rate}/{name}"
+            progress.update(bar, description=key)
+            steps = training_meetings.steps_within(name, given.seconds, cost)
+            settings = {**MODELS[given.quality_model], "ranks": RANKS, "seconds": given.seconds, "steps": steps}
+            if results.missing(key, settings):
+                job = {"part": "race", **settings, "method": name}
+                results.add(key, settings, launch(job, *lab(rate), "--", sys.executable)[0])
             progress.advance(bar)
 
 
@@ -157,30 +183,34 @@ def memory(given: argparse.Namespace, results: Results, progress: Progress) -> N
             progress.advance(bar)
 
 
-def write(cells: dict[str, Any], folder: Path, about: str) -> str:
-    """training.md and its pictures; the text."""
+def write(cells: dict[str, Any], folder: Path, about: str, name: str = "training") -> str:
+    """training.md and its pictures; the text. Under another name, no pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = training_report.tables(cells, about)
-    for model in training_report.trained(cells):
-        lines += training_meetings.meetings_section(cells, model)
-        lines += [f"![{what}]({name})" for name, what in training_plots.draw(cells, model, folder).items()]
+    for model in MODELS:
+        lines += training_meetings.meetings_section(cells, model) + training_meetings.race_section(cells, model)
+        drawn = name == "training" and model in training_report.trained(cells)
+        pictures = training_plots.draw(cells, model, folder) if drawn else {}
+        lines += [f"![{what}]({picture})" for picture, what in pictures.items()]
     text = "\n".join(lines).rstrip() + "\n"
-    (folder / "training.md").write_text(text)
+    (folder / f"{name}.md").write_text(text)
     return text
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, of speed, quality, memory and report")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {', '.join(PARTS)}")
     parser.add_argument("--steps", type=int, default=600, help="of each training in `quality`")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", default="100mbit,1gbit")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each method in `speed`")
+    parser.add_argument("--seconds", type=float, default=40, help="of each training in `race`")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--speed-models", default="large,small", help="for `speed` and `memory`")
-    parser.add_argument("--quality-model", default="small", choices=MODELS)
+    parser.add_argument("--quality-model", default="small", choices=MODELS, help="for `quality` and `race`")
     parser.add_argument("--again", action="store_true", help="do what is there already, too")
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "training", help="folder for the results")
+    parser.add_argument("--name", default="training", help="of the files there: training.json and training.md")
     parser.add_argument("--note", default="", help="a sentence for the head of training.md")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -197,14 +227,14 @@ def main() -> None:
     if given.rank:
         training_ranks.main(json.loads(given.rank))
         return
-    results = Results(given.out / "training.json", given.again)
+    results = Results(given.out / f"{given.name}.json", given.again)
     with Progress(console=Console(stderr=True)) as progress:
-        for part in (speed, quality, memory):
+        for part in (speed, quality, race, memory):
             if part.__name__ in given.only:
                 part(given, results, progress)
     if "report" in given.only:
         about = f"{sentence()}. {given.note}".rstrip()
-        print(write(results.cells, given.out, about))
+        print(write(results.cells, given.out, about, given.name))
 
 
 if __name__ == "__main__":

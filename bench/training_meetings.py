@@ -28,7 +28,7 @@ def costs(cell: Any, rate: str) -> dict[str, float]:
     compute, slow, here = seconds["no exchange"], bits_per_second(SLOW), bits_per_second(rate)
     beyond = {name: max(0.0, each - compute - 8 * sent[name] / slow) for name, each in seconds.items()}
     cost = {name: compute + 8 * sent[name] / here + beyond[name] for name in seconds}
-    return cost | {name: cost[other] for name, other in TIMED_AS.items() if name not in cost}
+    return cost | {name: cost[other] for name, other in TIMED_AS.items() if name not in cost and other in cost}
 
 
 def spent(name: str, step: float, steps: int, cost: dict[str, float]) -> float:
@@ -38,6 +38,47 @@ def spent(name: str, step: float, steps: int, cost: dict[str, float]) -> float:
         return step * compute + step / method.every * (cost["int4+EF"] - compute)
     first = min(step, method.warmup_steps(steps))
     return first * cost[method.warmup_as] + (step - first) * cost[method.timed_as or name]
+
+
+def steps_within(name: str, seconds: float, cost: dict[str, float]) -> int:
+    """How many steps a way makes of some seconds, up to a meeting where it has meetings."""
+    steps = int(seconds / (spent(name, 1000, 1000, cost) / 1000))
+    every = METHODS[name].every or 1
+    return max(1, steps // every) * every
+
+
+def race_section(cells: Cells, model: str) -> list[str]:
+    """What each way ends with after the same seconds, at each rate; the least loss in bold."""
+    runs = of(cells, "race", model)
+    if not runs:
+        return []
+    by_rate: dict[str, dict[str, Any]] = {}
+    for key, cell in runs.items():
+        rate, name = key.split("/", 1)
+        by_rate.setdefault(rate, {})[name] = cell
+    seconds = next(iter(runs.values()))["settings"]["seconds"]
+    lines = [
+        f"## The same seconds: {model} model",
+        "",
+        f"Held-out loss after {seconds:g} s of training in a network in a box, seed 0. Each way makes as many steps of "
+        "them as its measured time a step allows, and its learning rate falls over these steps.",
+    ]
+    for rate, ways in sorted(by_rate.items(), key=lambda pair: bits_per_second(pair[0])):
+        least = min(cell["found"]["final"] for cell in ways.values())
+        rows = []
+        for name in (name for name in METHODS if name in ways):
+            run = ways[name]["found"]
+            loss = f"**{run['final']:.4f}**" if run["final"] == least else f"{run['final']:.4f}"
+            rows.append([name, str(run["steps"]), f"{run['seconds']:.1f}", loss, f"{run['final'] / least - 1:+.1%}"])
+        lines += ["", f"At {rate}:", *table(" | steps | seconds | loss | to the least", rows)]
+    return lines
+
+
+def timed(name: str, cost: dict[str, float]) -> bool:
+    """Whether all is known that says what a way costs."""
+    method = METHODS[name]
+    needed = {"no exchange", "int4+EF"} if method.every else {method.timed_as or name}
+    return needed | ({method.warmup_as} if method.warmup else set()) <= set(cost)
 
 
 def _listed(seeds: set[int]) -> str:
@@ -53,7 +94,8 @@ def _cells(times: list[float | None], first: list[float | None]) -> list[str]:
 def meetings_section(cells: Cells, model: str) -> list[str]:
     """Tables of seconds to each loss, a rate each; nothing where no way trains alone."""
     cell, runs = cells.get(f"speed/{model}/{SLOW}"), runs_of(cells, model)
-    ways = [name for name in WAYS if name in runs]
+    known = costs(cell, SLOW) if cell else {}
+    ways = [name for name in WAYS if name in runs and timed(name, known)]
     if cell is None or "fp32" not in ways or not any(METHODS[name].every for name in ways):
         return []
     steps = next(iter(of(cells, "quality", model).values()))["settings"]["steps"]

@@ -1,7 +1,7 @@
 """One rank of bench/training.py: trains a byte-level GPT, and records loss, seconds, bytes and memory.
 
 A job is a dict from JSON, the same on every rank; rank 0 appends a line of JSON to `job["output"]` for each result.
-`speed` lets methods take turns in one run, `quality` trains one model after another, `memory` trains a few steps.
+`speed` lets methods take turns in one run, `quality` and `race` train one model after another, `memory` a few steps.
 """
 
 from __future__ import annotations
@@ -148,6 +148,20 @@ def quality(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         }
 
 
+def race(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One training in a network in a box: seconds of all of its steps, the slowest rank's, and its loss at the end."""
+    method, steps = METHODS[job["method"]], job["steps"]
+    windows = held_out_windows(GPTConfig(**job["config"]), HELD_OUT_WINDOWS)
+    trainer = Trainer(job, method, 0, method.warmup_steps(steps), steps)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        trainer.step()
+    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    yield {"steps": steps, "seconds": round(taken.item(), 2), "final": trainer.held_out_loss(windows)}
+
+
 def memory(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Peak memory of rank 0 after a few steps, how much of it came after the first, and what a compression keeps."""
     method = METHODS[job["method"]]
@@ -162,7 +176,7 @@ def memory(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"peak": peaks[-1], "growth": peaks[1] - peaks[0], "kept_per_parameter": held / numel}
 
 
-PARTS = {"speed": speed, "quality": quality, "memory": memory}
+PARTS = {"speed": speed, "quality": quality, "race": race, "memory": memory}
 
 
 def main(job: dict[str, Any]) -> None:

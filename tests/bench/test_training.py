@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 import ranks
 
 import narrowcast as nc
+import training_meetings as meetings
 import training_report as report
 from training import Results, write
 from training_methods import METHODS, attach
@@ -100,6 +101,35 @@ def test_the_report_is_written_from_what_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "megabytes.png").exists()
     assert "| int4+EF | 5.00 | +5 | 0.0 |" in text
     assert "Quality" not in write({"speed/large/100mbit": cells()["speed/large/100mbit"]}, tmp_path, "about.")
+
+
+def test_as_many_steps_are_raced_as_the_seconds_allow_up_to_a_meeting() -> None:
+    cost = {"fp32": 10.0, "int4+EF": 2.0, "momentum sign": 1.0, "no exchange": 0.5}
+    assert meetings.steps_within("fp32", 40, cost) == 4
+    assert meetings.steps_within("momentum sign 10% after int4", 40, cost) == 36  # 1.1 s a step
+    assert meetings.steps_within("average 10", 40, cost) == 60  # 0.65 s a step: 61
+    assert meetings.steps_within("fp32", 4, cost) == 1
+
+
+def test_the_least_loss_of_a_race_is_bold_and_the_others_stand_beside_it() -> None:
+    settings = {"seconds": 40.0}
+    both = {
+        f"race/small/20mbit/{name}": {
+            "settings": settings,
+            "found": {"steps": 10, "seconds": 40.3, "final": loss},
+        }
+        for name, loss in (("int4+EF", 2.0), ("fp32", 2.5))
+    }
+    text = "\n".join(meetings.race_section(both, "small"))
+    assert "| fp32 | 10 | 40.3 | 2.5000 | +25.0% |\n| int4+EF | 10 | 40.3 | **2.0000** | +0.0% |" in text
+    assert meetings.race_section({}, "small") == []
+
+
+def test_a_way_without_a_time_is_left_out_of_the_meetings() -> None:
+    alone = {**cells(), "quality/small/average 30/0": run(2.4, 2.3), "quality/small/momentum sign/0": run(2.4, 2.0)}
+    text = "\n".join(meetings.meetings_section(alone, "small"))
+    assert "average 30" in text
+    assert "momentum sign |" not in text
 
 
 def test_what_is_done_is_not_done_again_unless_it_failed_or_was_done_otherwise(tmp_path: Path) -> None:

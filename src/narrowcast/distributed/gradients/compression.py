@@ -49,8 +49,8 @@ class GradientCompression:
     - `codec`: what they travel in. "auto" measures the link and the codecs when ranks first meet, and takes the most
       precise one that is about as fast as any, or none where the network is fast enough (`plan` says why). None: none.
     - `error_feedback`: keep what quantization loses, and send it along in the next step. True: at the sender and at
-      the owner of a sum; "owner": there only, in 1/ranks of the memory; False. By default, what trains best: on below
-      8 bits, and below 4 bits with an `optimizer` that keeps no second moment (SGD), or a momentum that travels.
+      the owner of a sum; "owner": there only, in 1/ranks of the memory; False. By default, what trains best: on from
+      4 to below 8 bits, from 2 with an `optimizer` like SGD, from 1 with `momentum`; off with one like Adam.
       `residual_codec`: what it is kept in: "int8" takes a quarter of fp32's memory, "bf16" half.
     - `warmup_steps`: so many first steps travel in `warmup_codec`: uncompressed by default, with `momentum` in int8.
     - `schedule(step)`: the codec of a step after those, in place of `codec`; None for no compression. It is called for
@@ -87,8 +87,8 @@ class GradientCompression:
         self.plan: Plan | None = None
         """Why "auto" chose what it did."""
         self._feedback = error_feedback
-        self._second_moment = momentum is None and not options.keeps_no_second_moment(optimizer)
-        self.error_feedback = options.mode_of(error_feedback, self.codec, schedule, self._second_moment)
+        self._kind = options.kind_of(optimizer, momentum)
+        self.error_feedback = options.mode_of(error_feedback, self.codec, schedule, self._kind)
         self._held_in = options.residual_codec_of(residual_codec, self.error_feedback, self._auto)
         self.momentum = momentum_of(momentum, codec, schedule, scaler)
         warmup_codec = ("int8" if self.momentum else None) if warmup_codec == "default" else warmup_codec
@@ -155,7 +155,7 @@ class GradientCompression:
         return list(loaded.get("everyone", ()))
 
     def _mode_of(self, codec: Codec | None) -> Mode:
-        return options.mode_of(self._feedback, codec, self.timetable.schedule, self._second_moment)
+        return options.mode_of(self._feedback, codec, self.timetable.schedule, self._kind)
 
     def _use(self, codec: Codec | None, plan: Plan | None) -> None:
         self.codec, self.plan, self._chosen = codec, plan, True

@@ -222,6 +222,9 @@ class FormedMomentum:
 def _bound(momentum: Tensor) -> None:
     """Clamp a momentum in place. One that is not finite stays so: the step is to be skipped."""
     if momentum.numel():
-        ends = torch.stack(torch.aminmax(momentum))
+        low, high = torch.aminmax(momentum)
+        if momentum.device.type == "cpu" and float(low) >= -LARGEST and float(high) <= LARGEST:
+            return  # on a GPU to ask would be to wait
+        ends = torch.stack((low, high))
         momentum.clamp_(-LARGEST, LARGEST)
         momentum[(0,) * momentum.dim()] += (ends - ends).sum()  # zero, or NaN

@@ -62,22 +62,25 @@ def plain_name(name: str) -> str:
     return re.sub(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)", "", name).lstrip(".")
 
 
-def mode_of(given: Mode | None, codec: Codec | None, schedule: object = None, second_moment: bool = True) -> Mode:
-    """What `error_feedback` means: what is given, or what trains best with this codec.
+Kind = Literal["momentum", "sgd", "adam"]
+"""What steps are made of: a momentum that travelled, gradients, or gradients over the root of a second moment."""
+FEWEST_BITS: dict[Kind | None, int] = {"momentum": 1, "sgd": 2, "adam": 8, None: 4}
+"""Error feedback is on by default from so many bits an element to below 8. Adam and its kind gain nothing by it: at 3
+bits and more losses are alike, and residuals cost memory; at fewer bits they swell the second moment, and the loss ends
+higher. SGD and Muon may gain down to 2 bits, and lose in `sign`. Where the optimizer is not known (None), it is on
+where it does no harm with any. bench/results/simulated.md has the losses."""
 
-    Below 8 bits feedback lowers the loss, with one exception: an optimizer that divides by a second moment, as Adam
-    does. Residuals make gradients of few bits larger, the second moment swells, and the loss ends higher
-    (bench/simulated.py feedback). So below 4 bits it is on where no `second_moment` sees what travels.
-    """
+
+def mode_of(given: Mode | None, codec: Codec | None, schedule: object = None, kind: Kind | None = None) -> Mode:
+    """What `error_feedback` means: what is given, or what trains best with this codec and kind of optimizer."""
     if given is None:
-        if schedule is not None:
-            return True
         bits = 32 if codec is None else codec.format.bits
-        return bits < 8 and (bits >= FEWEST_BITS or not second_moment)
+        return kind != "adam" if schedule is not None else FEWEST_BITS[kind] <= bits < 8
     if given not in (True, False, "owner"):
         raise SpecError(
             f'error_feedback={given!r}: True (sender and owner), "owner" (there only), False, or None for what trains '
-            "best: True from 4 bits to below 8, and below 4 bits with optimizer=torch.optim.SGD(...) or momentum=."
+            "best: True from 4 bits to below 8, from 2 with optimizer=torch.optim.SGD(...), from 1 with momentum=, "
+            "and False with an optimizer= like Adam."
         )
     return given
 
@@ -105,18 +108,20 @@ def residual_codec_of(given: AnyCodec | None, mode: Mode, undecided: bool) -> Co
     return chosen
 
 
-FEWEST_BITS = 4
-"""Feedback is on with every optimizer from so many bits an element on: with AdamW it takes int4 from +1.2% of loss to
-+0.4%, and int2 from +2.8% to +7.4%."""
-
-
-def keeps_no_second_moment(optimizer: object) -> bool:
-    """Whether steps are not divided by a second moment, as far as the class tells; a wrapper's is what it wraps."""
+def kind_of(optimizer: object, momentum: object) -> Kind | None:
+    """What steps are made of, as far as the class of the optimizer tells; a wrapper's is what it wraps."""
+    if momentum is not None:
+        return "momentum"
     if optimizer is None:
-        return False  # and torch.optim, which takes a second to load, is left alone
+        return None  # and torch.optim, which takes a second to load, is left alone
     while optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = getattr(optimizer, "optimizer", None)
-    return isinstance(optimizer, (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD)))
+    if isinstance(optimizer, (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))):
+        return "sgd"
+    return "adam" if isinstance(optimizer, tuple(getattr(torch.optim, name) for name in LIKE_ADAM)) else None
+
+
+LIKE_ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adafactor", "RMSprop", "Adagrad", "Adadelta")
 
 
 def spoken(codec: Codec | None, how: str, chosen: bool, feedback: Mode) -> str:
