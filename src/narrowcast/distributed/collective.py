@@ -210,7 +210,8 @@ class Collective:
 class Operands:
     """The tensors of one call, as a protocol takes them: their elements in order in memory, outside of autograd.
 
-    Every tensor that a protocol reads or writes comes from here, so that on CUDA the side stream knows its memory.
+    Every tensor that a protocol reads or writes comes from here, so that on CUDA the side stream knows its memory. What
+    is written keeps its version, whichever way it is written: torch's all_reduce does not count as a change, either.
     """
 
     def __init__(self, *written: Tensor) -> None:
@@ -226,7 +227,7 @@ class Operands:
     def write(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor with the same values to write into: itself, or a copy that `copy_back` copies back."""
         if tensor.is_contiguous() and not tensor.is_neg():
-            return self._touch(tensor)
+            return self._touch(tensor.data)  # the same memory, with a version of its own
         if torch._debug_has_internal_overlap(tensor) == 1:
             raise ShapeError(
                 f"a tensor of shape {tuple(tensor.shape)} is to be written to, but its elements share memory: it was "
@@ -241,7 +242,7 @@ class Operands:
         if self._copies:
             with torch.no_grad():
                 for tensor, copy in reversed(self._copies):  # a part of a copy before the whole
-                    tensor.copy_(copy)
+                    tensor.data.copy_(copy)
 
     def _touch(self, tensor: Tensor) -> Tensor:
         self.touched.append(tensor)
