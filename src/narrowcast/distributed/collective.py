@@ -33,7 +33,8 @@ class Collective:
     """A collective of `group`. `protocol(collective)` moves the rows, once it runs.
 
     `name` is what statistics and errors call it; `plain_bytes` is what it would send without a codec. Ranks that are
-    given the same seed draw apart, by their global numbers: those of two hosts or replicas, too.
+    given the same seed draw apart, by their global numbers: those of two hosts or replicas, too. `here` says that
+    over NCCL it needs none of the group's memory, and may stay on the caller's stream.
     """
 
     wire: Wire
@@ -48,6 +49,7 @@ class Collective:
         name: str = "",
         plain_bytes: int = 0,
         seed: int = 0,
+        here: bool = False,
     ) -> None:
         self.group = group
         self.call = call
@@ -57,6 +59,7 @@ class Collective:
         self._plain_bytes = plain_bytes
         self._seed = derive_seed(seed, group.ranks[group.rank]) if call.codec.stochastic else 0
         self._turn = 0
+        self._here = here
 
     @functools.cached_property
     def targets(self) -> list[int]:
@@ -79,7 +82,8 @@ class Collective:
                 operands.copy_back()
             return operands.written
 
-        return self.group.lane.start(self.name, job, operands.touched, async_op, self.group.agreed_before(self.call))
+        at_once = self.group.agreed_before(self.call)
+        return self.group.lane.start(self.name, job, operands.touched, async_op, at_once, here=self._here)
 
     def run_in_lane(self) -> None:
         """Run it in its turn and wait for it, where it touches no tensor of the caller's."""

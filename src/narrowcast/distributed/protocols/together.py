@@ -57,9 +57,10 @@ def all_reduce(collective: Collective, flat: Tensor, lengths: Sequence[int], div
     reduction.run(collective, flat, divisor)
 
 
-def goes_as_it_is(codec: Codec, flat: Tensor) -> bool:
+def goes_as_it_is(codec: Codec, tensor: Tensor) -> bool:
+    """Whether a tensor is summed without a codec. It needs none of the group's memory then."""
     limit = PLAIN_RAW_BYTES if codec == lossless(torch.float32) else PLAIN_BYTES
-    return len(flat) * max(4, flat.element_size()) <= limit
+    return tensor.numel() * max(4, tensor.element_size()) <= limit
 
 
 def add_up(collective: Collective, flat: Tensor, divisor: int) -> None:
