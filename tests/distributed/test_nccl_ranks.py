@@ -207,10 +207,19 @@ def _two_streams(rank: int) -> None:
             right = float(sum(range(world)) + world * turn)
             assert float(small[7]) == right + turn % 2, turn
             assert float(rows[7]) == pytest.approx(right, rel=0.01), turn
+    torch.cuda.current_stream().wait_stream(streams[1])
+    large = sample(rank, 3 << 20).cuda()  # in two halves
+    ncd.all_reduce(large, codec="raw")
+    terms = torch.stack([sample(peer, 3 << 20) for peer in range(world)]).double()
+    bound = world * torch.finfo(torch.float32).eps * terms.abs().sum(0)  # as in _small
+    assert bool(((large.cpu().double() - terms.sum(0)).abs() <= bound).all())
+    everyone = [torch.empty_like(large) for _ in range(world)]
+    dist.all_gather(everyone, large)
+    assert all(torch.equal(each, large) for each in everyone)
 
 
 def test_sums_on_the_callers_stream_and_rows_on_the_lanes_follow_each_other() -> None:
-    run(2, _two_streams, nccl=True, timeout=100, group_timeout=60)
+    run(3, _two_streams, nccl=True, timeout=100, group_timeout=60)
 
 
 def _many(rank: int) -> None:
