@@ -37,8 +37,8 @@ held the host up longer than NCCL's own sum (bench/results/nccl.md of commit b32
 
 PLAIN_RAW_BYTES = math.inf
 """The same in `raw`: all of them, since as many bytes travel either way, and a sum takes less of a busy GPU. 64 MB with
-four ranks, beside matmuls: NCCL's sum in two halves takes 20 ms alone, and 88 to 100% of it are hidden; rows take 26 ms,
-and 53 to 60% of it are hidden (bench/results/nccl.md). fp64 travels as fp32 in `raw`, so in rows."""
+four ranks, beside matmuls: NCCL's sum in two halves takes 20 ms alone, and 88 to 100% are hidden; rows take 26 ms,
+and 53 to 60% are hidden (bench/results/nccl.md). fp64 travels as fp32 in `raw`, so in rows."""
 
 SPARE_BYTES = 1 << 16
 """So many more bytes may a rank send to save the second exchange, which takes as long as these on a fast network."""
