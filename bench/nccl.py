@@ -10,6 +10,7 @@ how long the host was at it, in ms, each a median over the rounds. `x NCCL` is h
 in a row. `hidden` is the share of a 64 MB reduction that takes no time beside matmuls: 1 - (both - matmuls) / alone,
 the median of the rounds, and half of what the middle half of them spans. The matmuls take little longer than the
 longest reduction, since their own time varies by a percent: of 130 ms of them, that is a third of a reduction of int8.
+Their clock depends on what ran before: so each of the three comes after the same load, in an order drawn by lot.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import datetime
 import functools
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -43,8 +45,10 @@ from narrowcast import distributed as ncd  # noqa: E402
 CONTENDERS = ("NCCL", "raw", "int8", "int4")
 ROUNDS = 7
 HIDDEN_MB = 64
-HIDDEN_ROUNDS = 24
+HIDDEN_ROUNDS = 16
 MATMULS = 12
+LOAD = 4
+"""Matmuls before each of what is timed."""
 
 
 def reduce(contender: str, tensor: torch.Tensor, async_op: bool = False) -> Any:
@@ -85,8 +89,11 @@ def hidden(contender: str) -> dict[str, float]:
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     tensor = torch.randn(HIDDEN_MB << 18, device="cuda")
     seconds: dict[str, list[float]] = {"matmuls": [], "alone": [], "both": []}
+    order = random.Random(0)  # the same on all ranks
     for round_ in range(HIDDEN_ROUNDS + 1):
-        for what, values in seconds.items():
+        for what, values in order.sample(list(seconds.items()), 3):
+            for _ in range(LOAD):
+                torch.mm(matrix, matrix)
             tensor.normal_()
             meet()
             start = time.perf_counter()

@@ -1,7 +1,7 @@
 """A stand-in for NCCL's process group, so that the real NCCL wire runs where there is no GPU.
 
 It moves rows as NCCL does: nothing tells the receiver how many bytes come, a rank whose rows nobody takes waits, and
-calls are matched by their order alone.
+calls are matched by their order alone. Ranks are connected by the first call, not when the group is made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ class StandIn:
         _timeout = timedelta(seconds=20)
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
-        self._group: Any = dist.ProcessGroupGloo(store, rank, size, options._timeout)
+        self._arguments = store, rank, size, options._timeout
+        self._connected: Any = None
+
+    @property
+    def _group(self) -> Any:
+        self._connected = self._connected or dist.ProcessGroupGloo(*self._arguments)
+        return self._connected
 
     def alltoall(self, into: list[Tensor], rows: list[Tensor], options: Any = None) -> Any:
         works = [self._group.recv([row], peer, 0) for peer, row in enumerate(into) if len(row)]

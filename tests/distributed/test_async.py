@@ -207,7 +207,7 @@ def known_memory(rank: int) -> None:
     plain_start, plain_encode, plain_decode = Lane.start, Encoder.encode, Encoder.decode
     plain_sum, plain_sum_encode = Encoder.decode_sum, Encoder.decode_sum_encode
 
-    def start(self: Lane, op: str, job: Any, tensors: Any, async_op: bool, at_once: bool = False) -> Any:
+    def start(self: Lane, op: str, job: Any, tensors: Any, async_op: bool, *how: bool, **where: bool) -> Any:
         known.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
         return plain_start(self, op, job, tensors, async_op)
 

@@ -188,6 +188,40 @@ def test_an_asynchronous_call_leaves_the_callers_stream_alone() -> None:
     run(2, _overlap, nccl=True, timeout=100, group_timeout=60)
 
 
+def _two_streams(rank: int) -> None:
+    """Small sums stay on the caller's stream, rows go on the lane's: each call follows the one before it."""
+    world = dist.get_world_size()
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    small, rows = torch.zeros(1000, device="cuda"), torch.zeros(1 << 18, device="cuda")
+    for turn in range(40):
+        with torch.cuda.stream(streams[turn // 3 % 2]):
+            torch.cuda.current_stream().wait_stream(streams[1 - turn // 3 % 2])
+            small.fill_(float(rank + turn))
+            rows.fill_(float(rank + turn))
+            work = ncd.all_reduce(rows, codec="int8", async_op=True)
+            ncd.all_reduce(small, codec="raw")
+            ncd.all_reduce(small, dist.ReduceOp.AVG, codec="int8")
+            if turn % 2:
+                small.add_(1.0)  # on the same stream, after the sum
+            work.wait()
+            right = float(sum(range(world)) + world * turn)
+            assert float(small[7]) == right + turn % 2, turn
+            assert float(rows[7]) == pytest.approx(right, rel=0.01), turn
+    torch.cuda.current_stream().wait_stream(streams[1])
+    large = sample(rank, 3 << 20).cuda()  # in two halves
+    ncd.all_reduce(large, codec="raw")
+    terms = torch.stack([sample(peer, 3 << 20) for peer in range(world)]).double()
+    bound = world * torch.finfo(torch.float32).eps * terms.abs().sum(0)  # as in _small
+    assert bool(((large.cpu().double() - terms.sum(0)).abs() <= bound).all())
+    everyone = [torch.empty_like(large) for _ in range(world)]
+    dist.all_gather(everyone, large)
+    assert all(torch.equal(each, large) for each in everyone)
+
+
+def test_sums_on_the_callers_stream_and_rows_on_the_lanes_follow_each_other() -> None:
+    run(3, _two_streams, nccl=True, timeout=100, group_timeout=60)
+
+
 def _many(rank: int) -> None:
     tensors = [torch.full((1000 + 37 * i,), float(rank + i), device="cuda") for i in range(200)]
     works = [ncd.all_reduce(x, codec=("raw", "int8")[i % 2], async_op=True) for i, x in enumerate(tensors)]

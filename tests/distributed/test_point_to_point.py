@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import time
+from typing import Any
 
+import nccl_stand_in
 import pytest
 import torch
 import torch.distributed as dist
@@ -224,3 +228,39 @@ def test_sender_and_receiver_that_disagree_raise_the_same_error() -> None:
     assert str(first.error) == str(second.error)
     for word in ("rank 0", "rank 1", "int8", "int4", "numel=10", "numel=12"):
         assert word in str(first.error)
+
+
+def _in_any_order(rank: int, nccl: bool) -> None:
+    """Messages between all ranks, started in another order on each of them; those of a pair (and tag) in their own."""
+    if nccl:
+        nccl_stand_in.use()
+    world, drawn = dist.get_world_size(), random.Random(3)
+    pairs = list(itertools.permutations(range(world), 2))
+    messages = [(*drawn.choice(pairs), drawn.choice((0, 1, 100, 50_000)), drawn.choice((0, 7))) for _ in range(30)]
+    queues: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
+    for i, (source, target, numel, tag) in enumerate(messages):
+        tag = 0 if nccl else tag  # NCCL knows none: messages of all tags are in one order
+        if rank in (source, target):
+            queues.setdefault((source, target, tag), []).append((i, source, target, numel))
+    mine = random.Random(rank)
+    works: list[tuple[Any, Tensor, Tensor]] = []
+    while queues:
+        key = mine.choice(list(queues))
+        i, source, target, numel = queues[key].pop(0)
+        if not queues[key]:
+            del queues[key]
+        content, tag = torch.arange(numel) + float(i), key[2]
+        if rank == source:
+            works.append((ncd.isend(content, target, tag=tag, codec="raw"), content, content))
+        else:
+            buffer = torch.zeros(numel)
+            works.append((ncd.irecv(buffer, source, tag=tag, codec="raw"), buffer, content))
+    mine.shuffle(works)
+    for work, came, content in works:
+        work.wait()
+        assert torch.equal(came, content)
+
+
+@pytest.mark.parametrize("nccl", [False, True], ids=["gloo", "nccl"])
+def test_messages_between_all_ranks_may_start_in_any_order(nccl: bool) -> None:
+    run(3, _in_any_order, nccl, timeout=100, group_timeout=60)

@@ -33,7 +33,8 @@ class Collective:
     """A collective of `group`. `protocol(collective)` moves the rows, once it runs.
 
     `name` is what statistics and errors call it; `plain_bytes` is what it would send without a codec. Ranks that are
-    given the same seed draw apart, by their global numbers: those of two hosts or replicas, too.
+    given the same seed draw apart, by their global numbers: those of two hosts or replicas, too. `here` says that
+    over NCCL it needs none of the group's memory, and may stay on the caller's stream.
     """
 
     wire: Wire
@@ -48,6 +49,7 @@ class Collective:
         name: str = "",
         plain_bytes: int = 0,
         seed: int = 0,
+        here: bool = False,
     ) -> None:
         self.group = group
         self.call = call
@@ -57,6 +59,7 @@ class Collective:
         self._plain_bytes = plain_bytes
         self._seed = derive_seed(seed, group.ranks[group.rank]) if call.codec.stochastic else 0
         self._turn = 0
+        self._here = here
 
     @functools.cached_property
     def targets(self) -> list[int]:
@@ -79,7 +82,8 @@ class Collective:
                 operands.copy_back()
             return operands.written
 
-        return self.group.lane.start(self.name, job, operands.touched, async_op, self.group.agreed_before(self.call))
+        at_once = self.group.agreed_before(self.call)
+        return self.group.lane.start(self.name, job, operands.touched, async_op, at_once, here=self._here)
 
     def run_in_lane(self) -> None:
         """Run it in its turn and wait for it, where it touches no tensor of the caller's."""
@@ -210,7 +214,8 @@ class Collective:
 class Operands:
     """The tensors of one call, as a protocol takes them: their elements in order in memory, outside of autograd.
 
-    Every tensor that a protocol reads or writes comes from here, so that on CUDA the side stream knows its memory.
+    Every tensor that a protocol reads or writes comes from here, so that on CUDA the side stream knows its memory. What
+    is written keeps its version, whichever way it is written: torch's all_reduce does not count as a change, either.
     """
 
     def __init__(self, *written: Tensor) -> None:
@@ -226,7 +231,7 @@ class Operands:
     def write(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor with the same values to write into: itself, or a copy that `copy_back` copies back."""
         if tensor.is_contiguous() and not tensor.is_neg():
-            return self._touch(tensor)
+            return self._touch(tensor.data)  # the same memory, with a version of its own
         if torch._debug_has_internal_overlap(tensor) == 1:
             raise ShapeError(
                 f"a tensor of shape {tuple(tensor.shape)} is to be written to, but its elements share memory: it was "
@@ -241,7 +246,7 @@ class Operands:
         if self._copies:
             with torch.no_grad():
                 for tensor, copy in reversed(self._copies):  # a part of a copy before the whole
-                    tensor.copy_(copy)
+                    tensor.data.copy_(copy)
 
     def _touch(self, tensor: Tensor) -> Tensor:
         self.touched.append(tensor)

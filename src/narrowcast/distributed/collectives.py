@@ -20,7 +20,7 @@ from narrowcast.distributed import arguments
 from narrowcast.distributed.collective import Collective, Operands, Request
 from narrowcast.distributed.entry import collective
 from narrowcast.distributed.meshes import Sum, all_reduce_by_hosts, all_reduce_over_mesh, check_mesh
-from narrowcast.distributed.protocols import one_way, two_stage
+from narrowcast.distributed.protocols import one_way, together, two_stage
 from narrowcast.distributed.transport.agreement import alike
 from narrowcast.distributed.transport.group import group_for
 from narrowcast.distributed.transport.work import Work
@@ -59,9 +59,9 @@ def all_reduce(
         if collective.size > 1:
             two_stage.all_reduce(collective, wanted.data.view(-1), wanted.divisor)
 
-    plain = 2 * arguments.nbytes(tensor) * (members.size() - 1) // members.size()
-    call = alike("all_reduce", wanted.far, wanted.words)
-    flat = Collective(group_for(members, tensor.device), call, protocol, plain_bytes=plain, seed=wanted.seeds[1])
+    on, plain = group_for(members, tensor.device), 2 * arguments.nbytes(tensor) * (members.size() - 1) // members.size()
+    call, here = alike("all_reduce", wanted.far, wanted.words), together.goes_as_it_is(wanted.far, wanted.data)
+    flat = Collective(on, call, protocol, plain_bytes=plain, seed=wanted.seeds[1], here=here)
     by_hosts = group is None
     return all_reduce_by_hosts(wanted, members, flat, async_op) if by_hosts else flat.launch(wanted.operands, async_op)
 

@@ -12,6 +12,7 @@ from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed.stats import Meter
 from narrowcast.distributed.transport.buffers import Buffers
 from narrowcast.errors import DtypeError
+from narrowcast.kernels import operators
 
 _WORD = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 takes it
@@ -52,7 +53,10 @@ def _mix(word: int) -> int:
 
 
 class Encoder:
-    """Encodes, decodes and sums rows, and counts what that costs. `seed` is this rank's own."""
+    """Encodes, decodes and sums rows, and counts what that costs. `seed` is this rank's own.
+
+    Bytes are in buffers, and elements elsewhere: they share no memory, and need not be checked for it in each chunk.
+    """
 
     def __init__(self, codec: Codec, seed: int, meter: Meter, buffers: Buffers, device: torch.device) -> None:
         self.codec = codec
@@ -60,6 +64,7 @@ class Encoder:
         self.buffers = buffers
         self.device = device
         self._seed = seed
+        self._recipe = codec.recipe(device)
 
     def using(self, codec: Codec) -> Encoder:
         """The same, with another codec."""
@@ -73,14 +78,21 @@ class Encoder:
         """Encode `rows` [count, numel] into the bytes `out`. The key tells apart what is encoded in one collective."""
         if rows.numel():
             with self.meter.encode():
-                self.codec.encode(rows, self._seed_of(key), out=out.view(len(rows), -1))
+                target = out.view(len(rows), -1)
+                if rows.is_contiguous():
+                    operators.encode_(target, rows, self._recipe, self._seed_of(key))
+                else:
+                    self.codec.encode(rows, self._seed_of(key), out=target)
         return out
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Decode the bytes `data` into `out` [count, numel]."""
         if out.numel():
             with self.meter.decode():
-                self.codec.decode(data.view(len(out), -1), out.shape[1], out=out)
+                if out.is_contiguous():
+                    operators.decode_(out, data.view(len(out), -1), self._recipe)
+                else:
+                    self.codec.decode(data.view(len(out), -1), out.shape[1], out=out)
 
     def decode_sum(self, data: Tensor, own: Tensor, rank: int, divisor: int, out: Tensor) -> None:
         """Sum the rows of all ranks into `out` [numel]; this rank's own is exact."""

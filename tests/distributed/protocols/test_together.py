@@ -208,23 +208,31 @@ def test_a_stochastic_codec_draws_its_seed_for_a_small_tensor_too() -> None:
 
 
 def _raw(rank: int) -> list[int]:
-    """How many tensors went as they are, after each of two calls."""
+    """How many elements each sum had, of tensors that go in one and in two."""
     nccl_stand_in.use()
-    went, plain = [], NcclWire.add_up
+    together_of, sums = nccl_stand_in.StandIn.allreduce, []
 
-    def add_up(self: NcclWire, tensor: torch.Tensor) -> None:
-        went.append(tensor)
-        plain(self, tensor)
+    def allreduce(self: nccl_stand_in.StandIn, tensors: list[torch.Tensor], options: object = None) -> object:
+        sums.append(tensors[0].numel())
+        return together_of(self, tensors, options)
 
-    NcclWire.add_up = add_up  # type: ignore[method-assign]
-    counts = []
-    for numel in (together.PLAIN_RAW_BYTES // 4, together.PLAIN_RAW_BYTES // 4 + 1):
-        x = torch.full((numel,), float(rank + 1))
+    ncd.all_reduce(torch.ones(1), codec="raw")  # ranks have met
+    nccl_stand_in.StandIn.allreduce = allreduce  # type: ignore[method-assign]
+    largest = nccl.HALVED_SUM // 4
+    for numel, dtype in ((largest, torch.float32), (largest + 1, torch.float32), (3 * largest, torch.bfloat16)):
+        x = torch.arange(numel, dtype=torch.float32).remainder_(250).add_(float(rank)).to(dtype)
+        right = torch.arange(numel, dtype=torch.float32).remainder_(250).add_(0.5).to(dtype)
         ncd.all_reduce(x, dist.ReduceOp.AVG, codec="raw")
-        assert torch.equal(x, torch.full_like(x, 1.5))
-        counts.append(len(went))
-    return counts
+        assert torch.equal(x, right) or dtype == torch.bfloat16, numel
+        assert torch.allclose(x.float(), right.float(), rtol=2**-7), numel  # two roundings of bf16
+    ncd.all_reduce(torch.ones(largest, dtype=torch.float64), codec="raw")  # in rows
+    return sums
 
 
-def test_raw_goes_as_it_is_up_to_where_two_communicators_are_faster() -> None:
-    assert run(2, _raw, timeout=55) == [[1, 1]] * 2
+def test_raw_goes_as_it_is_and_in_two_halves_where_it_is_large() -> None:
+    largest = nccl.HALVED_SUM // 4
+    halves = [largest // 2, largest - largest // 2]  # whichever comes first
+    for sums in run(2, _raw, timeout=55):
+        assert sums[0] == largest
+        assert sorted(sums[1:3]) == [halves[0], halves[1] + 1]
+        assert sorted(sums[3:]) == [3 * largest // 2] * 2

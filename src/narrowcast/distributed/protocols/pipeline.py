@@ -188,6 +188,8 @@ class Chunk:
 
     def _rows(self, data: Tensor, peer: int) -> Sequence[Tensor]:
         """What each segment has of the part of `peer`: `data` is a row, or several [count, bytes]."""
+        if len(self.segments) == 1:
+            return (data,)
         return torch.split(data, [segment.sizes[peer] for segment in self.segments], -1)
 
 

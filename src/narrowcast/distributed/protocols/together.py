@@ -4,7 +4,7 @@ Up to a few megabytes, what a call takes on the host decides how long it is. So 
 prepared once for all calls alike: memory, and the views of it that go to the kernels and to the wire. There are three
 forms, and which one is taken depends on the dtype, the codec, the size and the number of ranks alone:
 
-- as they are, in no less than fp32, by the wire's own sum: small tensors, whatever the codec, and larger ones in `raw`;
+- as they are, in no less than fp32, by the wire's own sum: small tensors, whatever the codec, and all in `raw`;
 - in two stages, as everywhere (two_stage.py): rows are encoded in one launch and decoded in one;
 - in one: every rank sends its whole tensor to all others, and adds up all of them, itself as the others see it. Each
   element is quantized once. Two ranks send as many bytes that way as in two stages; more ranks send more, so they do
@@ -13,6 +13,7 @@ forms, and which one is taken depends on the dtype, the codec, the size and the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -34,9 +35,10 @@ PLAIN_BYTES = 1 << 16
 held the host up longer than NCCL's own sum (bench/results/nccl.md of commit b327314), a link of 1 Gbit/s carries
 64 KB."""
 
-PLAIN_RAW_BYTES = 1 << 22
-"""The same in `raw`, where as many bytes travel either way. By the same measurements it is as fast as NCCL's own sum
-from about 5 MB on with two ranks, and from 1 MB on with four; then its two communicators make it faster."""
+PLAIN_RAW_BYTES = math.inf
+"""The same in `raw`: all of them, since as many bytes travel either way, and a sum takes less of a busy GPU. 64 MB with
+four ranks, beside matmuls: NCCL's sum in two halves takes 20 ms alone, and 88 to 100% are hidden; rows take 26 ms,
+and 53 to 60% are hidden (bench/results/nccl.md). fp64 travels as fp32 in `raw`, so in rows."""
 
 SPARE_BYTES = 1 << 16
 """So many more bytes may a rank send to save the second exchange, which takes as long as these on a fast network."""
@@ -57,9 +59,11 @@ def all_reduce(collective: Collective, flat: Tensor, lengths: Sequence[int], div
     reduction.run(collective, flat, divisor)
 
 
-def goes_as_it_is(codec: Codec, flat: Tensor) -> bool:
-    limit = PLAIN_RAW_BYTES if codec == lossless(torch.float32) else PLAIN_BYTES
-    return len(flat) * max(4, flat.element_size()) <= limit
+def goes_as_it_is(codec: Codec, tensor: Tensor) -> bool:
+    """Whether a tensor is summed without a codec. It needs none of the group's memory then."""
+    raw = codec == lossless(torch.float32) and tensor.dtype != torch.float64
+    limit = PLAIN_RAW_BYTES if raw else PLAIN_BYTES
+    return tensor.numel() * max(4, tensor.element_size()) <= limit
 
 
 def add_up(collective: Collective, flat: Tensor, divisor: int) -> None:

@@ -38,6 +38,9 @@ RARE_GLANCE_SECONDS = 1.0
 GRACE_SECONDS = 0.5
 """A message that came just before its connection closed is noticed within this time: a peer that is done may leave."""
 
+_TAIL = torch.zeros(1, dtype=torch.uint8, device="cpu")
+"""The byte of every tail, sent or received: nobody reads it."""
+
 
 class Message:
     """A message on its way: `start` is the group's send or recv. A message of no bytes is not sent.
@@ -54,7 +57,7 @@ class Message:
         try:
             self._works = [start([row], peer, tag)] if row.numel() else []
             if tail:
-                self._works.insert(0, start([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, tag))
+                self._works.insert(0, start([_TAIL], peer, tag))
         except RuntimeError as error:
             raise self._failed(error) from error
         finally:

@@ -8,7 +8,9 @@ second, and never keeps the interpreter alive.
 
 On CUDA tensors jobs run on the lane's side stream. A job that waits for no other rank on the host may be done
 `at_once`: then the caller's thread gives the stream all of it. Others are the lane's thread's: all jobs over gloo,
-where bytes pass through host memory, and over NCCL those that ranks have yet to agree on.
+where bytes pass through host memory, and over NCCL those that ranks have yet to agree on. A synchronous job that is
+done `at_once` and needs none of the group's memory may stay `here`, on the caller's own stream: that saves two events,
+and the GPU the time to see them.
 
 Callbacks on a `Work`'s future run on the lane's thread, as they do in torch. From there further collectives may be
 started with `async_op=True`; a synchronous one would wait for itself, and raises.
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.distributed.stats import span
-from narrowcast.distributed.transport.work import Job, StreamWork, Work
+from narrowcast.distributed.transport.work import Carrier, Job, StreamWork, Turns, Work, noting, raise_lost
 from narrowcast.errors import CollectiveError
 
 IDLE_SECONDS = 1.0
@@ -53,6 +55,7 @@ class Lane:
         self._closed: str | None = None
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._turns = Turns()
 
     @property
     def busy(self) -> bool:
@@ -65,10 +68,22 @@ class Lane:
             self._stream = self._stream or torch.cuda.Stream(self._device)
             return self._stream
 
-    def start(self, op: str, job: Job, tensors: Sequence[Tensor], async_op: bool, at_once: bool = False) -> Work | None:
+    def start(
+        self,
+        op: str,
+        job: Job,
+        tensors: Sequence[Tensor],
+        async_op: bool,
+        at_once: bool = False,
+        *,
+        here: bool = False,
+    ) -> Work | None:
         """Do a job on these tensors in its turn: a `Work` at once where it is asynchronous, else when it is done."""
         if self._device.type == "cuda":
-            return self._start_on_stream(StreamWork(op, job, self.stream, tensors), async_op, at_once)
+            if here and at_once and not async_op:
+                self._run_on_callers_stream(op, job)
+                return None
+            return self._start_on_stream(StreamWork(op, job, self.stream, tensors, self._turns), async_op, at_once)
         if not async_op:
             self.run(op, job)
             return None
@@ -88,6 +103,16 @@ class Lane:
         self.run(work.op, work.run_here)
         work.wait()
         return None
+
+    def _run_on_callers_stream(self, op: str, job: Job) -> None:
+        stream, carriers = torch.cuda.current_stream(self._device), list[Carrier]()
+
+        def on_stream() -> list[Tensor]:  # maybe in the lane's thread, which has a current stream of its own
+            with self._turns.take(stream, torch.cuda.Event()), noting(carriers):
+                return job()
+
+        self.run(op, on_stream)
+        raise_lost(op, carriers)
 
     def run(self, op: str, job: Job) -> list[Tensor]:
         """Do `job` in its turn and return when it is done."""

@@ -11,6 +11,7 @@ agreed on every time: one rank cannot see that the counts of two others have cha
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections import OrderedDict
@@ -38,6 +39,9 @@ REMEMBERED = 1024
 HALVED = 1 << 19
 """Rows of more bytes go in two halves. That held the host up for 0.14 ms more (1 MB beside 64 KB with two ranks,
 bench/results/nccl.md of commit b327314), which is what it saves of 690 KB, by the times above."""
+
+HALVED_SUM = 1 << 22
+"""Sums of more bytes go in two halves, too: 64 MB with four ranks take 20 ms then, and 35 whole (nccl.md)."""
 
 SUMS = (1, 1 << 14, 1 << 20)
 """Elements of the sums that ranks meet with: NCCL connects them anew for each of its algorithms, which follow sizes."""
@@ -158,7 +162,13 @@ class NcclWire:
             work.wait()  # makes the stream wait, not the host
 
     def _add_up(self, tensor: Tensor) -> None:
-        self._groups[0].allreduce([tensor], self._sum_here)
+        if not self._two or tensor.nbytes <= HALVED_SUM:
+            self._groups[0].allreduce([tensor], self._sum_here)
+            return
+        first, second = tensor.tensor_split([len(tensor) // 256 * 128])
+        beside = self._groups[1].allreduce([second])
+        self._groups[0].allreduce([first], self._sum_here)
+        beside.wait()  # makes the stream wait, not the host
 
     def flush(self) -> None:
         self.control.flush()
@@ -227,9 +237,8 @@ class NcclWire:
             bytes_ = torch.zeros(2, self.size, dtype=torch.uint8, device=device)
             into, rows = ([each[i : i + (i != self.rank)] for i in range(self.size)] for each in bytes_)
             group.alltoall(into, rows).wait()
-        if self._two:
-            for numel in SUMS:
-                self._groups[0].allreduce([torch.zeros(numel, dtype=torch.float32, device=device)]).wait()
+        for group, numel in itertools.product(self._groups if self._two else (), SUMS):
+            group.allreduce([torch.zeros(numel, dtype=torch.float32, device=device)]).wait()
 
     def _give_up(self, error: WireError) -> None:
         self.trouble = error

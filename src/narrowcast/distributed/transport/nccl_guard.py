@@ -1,9 +1,12 @@
 """What NCCL has under way, looked after: a peer that is gone, refuses a call or does not come ends the wait for it.
 
-A kernel of NCCL waits on the GPU for rows that may never come, and no host thread notices. So while there are calls, a
-thread records an event on their stream now and then. While it does not come, the thread looks at the connections over
-which headers are compared: a peer that is gone, or that gave a call up, has broken them. Then NCCL is told to give up,
-the stream goes on, and the next call, or `work.wait()`, raises.
+A kernel of NCCL waits on the GPU for rows that may never come, and no host thread notices. So each call leaves an event
+on its stream, and while there are calls, a thread picks the last one's now and then. While that does not come, the
+thread looks at the connections over which headers are compared: a peer that is gone, or that gave a call up, has broken
+them. Then NCCL is told to give up, the stream goes on, and the next call, or `work.wait()`, raises.
+
+Calls record their events themselves: by the time the thread would do it, the stream may have been given other work of
+the caller's, or be capturing a graph.
 
 (A number that the stream copies into host memory would do as well, but copies of other streams would wait behind it.)
 """
@@ -48,8 +51,8 @@ class Guard:
         self._device, self._peers, self._timeout = device, peers, timeout
         self._look, self._give_up = look, give_up
         self._calls = self._asked = 0
-        """The calls so far, and those before the last event."""
-        self._stream: torch.cuda.Stream | None = None
+        """The calls so far, and those up to the event that is waited for."""
+        self._newest: torch.cuda.Event | None = None
         self._event: torch.cuda.Event | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -59,8 +62,9 @@ class Guard:
         """The current stream was given all of a call."""
         if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
-        self._stream = torch.cuda.current_stream(self._device)
+        newest = torch.cuda.current_stream(self._device).record_event()
         with self._lock:
+            self._newest = newest
             self._calls += 1
             if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(target=self._serve, name="narrowcast guard", daemon=True)
@@ -106,12 +110,9 @@ class Guard:
         self._closed.set()
 
     def _ask(self) -> None:
-        """Record an event on the stream, if it has had calls since the last one."""
+        """Wait for the newest event from now on."""
         with self._lock:
-            if self._asked != self._calls and self._stream is not None:
-                self._asked = self._calls
-                self._event = torch.cuda.Event()
-                self._event.record(self._stream)
+            self._asked, self._event = self._calls, self._newest
 
     def _came(self) -> bool:
         """Whether the stream has come to the last event."""

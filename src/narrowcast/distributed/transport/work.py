@@ -38,6 +38,43 @@ def carried_by(carrier: Carrier) -> None:
         carriers.append(carrier)
 
 
+@contextlib.contextmanager
+def noting(carriers: list[Carrier]) -> Iterator[None]:
+    """Note in `carriers` who gives the stream rows, while this thread is in here."""
+    _current.carriers = carriers
+    try:
+        yield
+    finally:
+        _current.carriers = None
+
+
+def raise_lost(op: str, carriers: Sequence[Carrier]) -> None:
+    """Raise what a call of that name is to raise, if what a stream was given is lost."""
+    for carrier in carriers:
+        error = carrier.lost(op)
+        if error is not None:
+            raise error
+
+
+class Turns:
+    """Jobs on several streams, one at a time: each begins when the one before it has ended on its stream."""
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+
+    @contextlib.contextmanager
+    def take(self, stream: torch.cuda.Stream, after: torch.cuda.Event) -> Iterator[None]:
+        """A job on this stream, which is made the current one. `after` is recorded when the stream has all of it."""
+        with _on_stream(stream, stream.device):
+            if self._last is not None and self._last[0] != stream:
+                stream.wait_event(self._last[1])
+            try:
+                yield
+            finally:
+                after.record(stream)
+                self._last = stream, after
+
+
 class Work(dist.Work):
     """A collective on its way."""
 
@@ -133,8 +170,11 @@ class Work(dist.Work):
 class StreamWork(Work):
     """A collective on a side stream."""
 
-    def __init__(self, op: str, job: Job, side: torch.cuda.Stream, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, op: str, job: Job, side: torch.cuda.Stream, tensors: Sequence[Tensor], turns: Turns | None = None
+    ) -> None:
         super().__init__(op, self._aside)
+        self._turns = turns or Turns()
         self._carriers: list[Carrier] = []
         self._inner: Job | None = job
         self._tensors = list(tensors)
@@ -163,17 +203,15 @@ class StreamWork(Work):
     def _aside(self) -> list[Tensor]:
         inner, self._inner = self._inner, None
         assert inner is not None
-        with _on_stream(self._side, self._device):
-            self._side.wait_event(self._before)
-            for tensor in self._tensors:
-                tensor.record_stream(self._side)
-            _current.carriers = self._carriers
-            try:
-                return inner()
-            finally:
-                _current.carriers = None
-                self._after.record(self._side)
-                self._tensors.clear()
+        try:
+            with self._turns.take(self._side, self._after):
+                self._side.wait_event(self._before)
+                for tensor in self._tensors:
+                    tensor.record_stream(self._side)
+                with noting(self._carriers):
+                    return inner()
+        finally:
+            self._tensors.clear()
 
     def _new_future(self) -> torch.futures.Future[list[Tensor]]:
         return torch.futures.Future(devices=[self._device])
@@ -183,10 +221,7 @@ class StreamWork(Work):
             super()._settle(future)
 
     def _finish(self) -> None:
-        for carrier in self._carriers:
-            error = carrier.lost(self.op)
-            if error is not None:
-                raise error
+        raise_lost(self.op, self._carriers)
         torch.cuda.current_stream(self._device).wait_event(self._after)
 
 
