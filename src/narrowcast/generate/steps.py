@@ -8,7 +8,8 @@ tokens one step behind the device, so the device never waits for it.
 from __future__ import annotations
 
 import traceback
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ from narrowcast.generate.cache import Cache
 from narrowcast.generate.decoder import Decoder
 from narrowcast.generate.kernels import Kernels
 from narrowcast.generate.sampling import Sampling
-from narrowcast.kernels.early import weights_written_long_ago
+from narrowcast.kernels.early import Upcoming, upcoming_weights, weights_written_long_ago
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class Choice:
     """What makes a token out of the tokens so far."""
 
     decoder: Decoder
@@ -29,9 +31,15 @@ class Choice(NamedTuple):
     kernels: Kernels
     sampling: Sampling
     generator: torch.Generator
+    upcoming: Upcoming = field(init=False)
+    """Which weights are read after which."""
+
+    def __post_init__(self) -> None:
+        on_gpu = self.generator.device.type == "cuda"
+        object.__setattr__(self, "upcoming", upcoming_weights(self.decoder.weights_in_order()) if on_gpu else {})
 
     def next(self, tokens: Tensor, at: Tensor, longest: int) -> Tensor:
-        with weights_written_long_ago():
+        with weights_written_long_ago(self.upcoming):
             logits = self.decoder.advance(tokens, at, self.cache, longest, self.kernels)
         return self.sampling.choose(logits, self.generator)
 

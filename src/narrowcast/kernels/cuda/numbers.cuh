@@ -17,18 +17,24 @@ constexpr int SCALE_BYTES = SCALE == 4 ? 1 : SCALE == 1 ? 4 : 2;
 
 __device__ __forceinline__ float e8m0_value(u32 e) { return __uint_as_float(e == 255 ? 0x7FC00000u : e << 23); }
 
-__device__ __forceinline__ float scale_at(const u8* scales, int i) {
-    if (SCALE == 0) return 1.0f;
-    if (SCALE == 4) return e8m0_value(__ldg(scales + i));
-    return number<SCALE == 1 ? 0 : SCALE == 2 ? 2 : 1>(scales, i);
+// A scale as it lies in memory, and what it is worth. A kernel that reads ahead keeps the first: the second waits for it.
+__device__ __forceinline__ u32 scale_bits(const u8* scales, u32 i) {
+    if (SCALE == 0) return 0;
+    if (SCALE == 4) return __ldg(scales + i);
+    return SCALE == 1 ? __ldg((const u32*)scales + i) : __ldg((const u16*)scales + i);
 }
+
+__device__ __forceinline__ float scale_value(u32 bits) {
+    if (SCALE == 0) return 1.0f;
+    if (SCALE == 4) return e8m0_value(bits);
+    return SCALE == 1 ? __uint_as_float(bits) : SCALE == 3 ? half_value(bits) : __uint_as_float(bits << 16);
+}
+
+__device__ __forceinline__ float scale_at(const u8* scales, u32 i) { return scale_value(scale_bits(scales, i)); }
 
 // A scale that lies in shared memory.
 __device__ __forceinline__ float scale_here(const u8* p) {
-    if (SCALE == 4) return e8m0_value(*p);
-    if (SCALE == 1) return *(const float*)p;
-    const u32 bits = *(const u16*)p;
-    return SCALE == 3 ? half_value(bits) : __uint_as_float(bits << 16);
+    return scale_value(SCALE == 4 ? *p : SCALE == 1 ? *(const u32*)p : *(const u16*)p);
 }
 
 __device__ __forceinline__ u32 half_of_x(float value) { return X == 1 ? half_bits(value) : bfloat_bits(value); }
@@ -40,4 +46,21 @@ __device__ __forceinline__ void store(void* y, i64 i, float value) {
 
 __device__ __forceinline__ float with_bias(float value, const void* bias, int row) {
     return BIAS < 0 ? value : value + number<(BIAS < 0 ? 0 : BIAS)>(bias, row);
+}
+
+// What products after this one will read (kernels/early.py): up to two runs of bytes.
+struct Upcoming {
+    const u8* from[2];
+    int bytes[2];
+};
+
+// This block's share of them on its way to L2: while kernels run that read little, memory works on.
+__device__ __forceinline__ void bring_share(const Upcoming& upcoming) {
+    if (threadIdx.x >= 32) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int pieces = gridDim.x * 32, each = (upcoming.bytes[i] / pieces + 128) / 128 * 128;
+        const int at = (blockIdx.x * 32 + threadIdx.x) * each;
+        if (at < upcoming.bytes[i]) bring_to_l2(upcoming.from[i] + at, min(each, upcoming.bytes[i] - at));
+    }
 }

@@ -32,7 +32,7 @@ __device__ __forceinline__ void load(Codes& c, const u8* p) {
 // What a lane reads in one chunk: of two rows out of every sixteen.
 struct Stage {
     Codes codes[TALL][2];
-    float scale[TALL][2];
+    u32 scale[TALL][2];  // as it lies in memory
 };
 
 // A team of KS warps takes TALL times sixteen rows at a time, each warp every KS-th chunk. In a warp, lane 4 g + t reads rows g
@@ -42,7 +42,9 @@ struct Stage {
 extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile(const u8* __restrict__ w, const u16* __restrict__ x,
                                                                                 void* __restrict__ y, const void* __restrict__ bias,
                                                                                 const u32* __restrict__ levels, int batch, int n,
-                                                                                int k, i64 stride, int scales, i64 x_stride) {
+                                                                                int k, i64 stride, int scales, i64 x_stride,
+                                                                                const u8* next_rows, int next_bytes,
+                                                                                const u8* then_rows, int then_bytes) {
     constexpr int HEIGHT = 16 * TALL, WIDTH = TILES ? 8 * TILES : 1, COLUMNS = TILES ? TILES : 1;
     extern __shared__ uint4 shared[];
     float(*sums)[KS][HEIGHT][WIDTH] = (float(*)[KS][HEIGHT][WIDTH])shared;  // two turns of them
@@ -59,16 +61,16 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
             for (int i = 0; i < 2; ++i) rows[m][i] = w + min(next * HEIGHT + m * 16 + i * 8 + g, n - 1) * stride;
     };
     auto fetch = [&](Stage& stage) {
-        const int at = chunk * CHUNK + t * LANE, block = (GROUPS == 1 ? chunk * CHUNK : at) / (BLOCK ? BLOCK : 1);
+        const u32 at = chunk * CHUNK + t * LANE, block = (GROUPS == 1 ? chunk * CHUNK : at) / (BLOCK ? BLOCK : 1);
         if (next < tiles && chunk < chunks) {
 #pragma unroll
             for (int m = 0; m < TALL; ++m)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     // Past the row's end x is zero, and what it meets must not be a NaN left from another row.
-                    if (at < k) load(stage.codes[m][i], rows[m][i] + at / (NARROW ? 2 : 1));
+                    if (at < u32(k)) load(stage.codes[m][i], rows[m][i] + at / (NARROW ? 2 : 1));
                     else stage.codes[m][i] = Codes{};
-                    if (BLOCK) stage.scale[m][i] = GROUPS == 1 || at < k ? scale_at(rows[m][i] + scales, block) : 0;
+                    if (BLOCK) stage.scale[m][i] = GROUPS == 1 || at < u32(k) ? scale_bits(rows[m][i] + scales, block) : 0;
                 }
         }
         chunk += KS;
@@ -93,6 +95,7 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
     }
     if (CODES >= 2 || !TILES) __syncthreads();
     const bool mine = GROUPS == 1 || t * GROUPS / 4 == g * GROUPS / 8;
+    const u32 top = SHIFTS && k < 0 ? 1 : TOP;
     int turn = 0;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
         float total[TALL][COLUMNS][4] = {};
@@ -116,8 +119,8 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
 #pragma unroll
                     for (int m = 0; m < TALL; ++m) {
                         u32 p[4], q[4];
-                        pairs(now.codes[m][0].word + (NARROW ? u : 2 * u), lane, p);
-                        pairs(now.codes[m][1].word + (NARROW ? u : 2 * u), lane, q);
+                        pairs(now.codes[m][0].word + (NARROW ? u : 2 * u), lane, p, top);
+                        pairs(now.codes[m][1].word + (NARROW ? u : 2 * u), lane, q, top);
 #pragma unroll
                         for (int i = 0; i < COLUMNS; ++i) {
                             float* one = BLOCK ? sum[m][i] : total[m][i];
@@ -134,7 +137,7 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
 #pragma unroll
                             for (int j = 0; j < 4; ++j) {
                                 const float all = TILES ? sum[m][i][j] : sum[m][i][j] + odd[m][j];
-                                total[m][i][j] = fmaf(all, now.scale[m][j / 2], total[m][i][j]);
+                                total[m][i][j] = fmaf(all, scale_value(now.scale[m][j / 2]), total[m][i][j]);
                             }
                 }
             }
@@ -151,6 +154,7 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
                     if (GROUPS >= 2) one += __shfl_xor_sync(~0u, one, 2);
                     if (TILES || t == 0) sums[turn][part][m * 16 + j / 2 * 8 + g][TILES ? i * 8 + 2 * t + j % 2 : 0] = one;
                 }
+        if (tile + gridDim.x >= tiles) bring_share(Upcoming{{next_rows, then_rows}, {next_bytes, then_bytes}});
         __syncthreads();  // one for each turn will do: the other half of `sums` is written next
         for (int i = threadIdx.x; i < HEIGHT * WIDTH; i += KS * 32) {
             const int row = tile * HEIGHT + i % HEIGHT, column = i / HEIGHT;
