@@ -156,6 +156,10 @@ def test_what_cannot_be_captured_is_refused_with_the_way_out() -> None:
     with pytest.raises(nc.errors.CaptureError, match="cuda_graph=False"):
         generate(decoder, PROMPTS, 4).run()
     assert len(generate(decoder, PROMPTS, 4, cuda_graph=False).run()[0]) == 4
+    assert torch.randn(8, device="cuda").isfinite().all()  # torch's own generator does not wait for the capture's end
+    with pytest.raises(nc.errors.CaptureError, match="cuda_graph=False"):
+        generate(decoder, PROMPTS, 4, Sampling(0.8)).run()
+    assert len(generate(decoder, PROMPTS, 4, Sampling(0.8), cuda_graph=False).run()[0]) == 4
 
 
 @pytest.mark.gpu

@@ -113,6 +113,7 @@ class Graph:
                 self._tokens.copy_(choice.next(self._tokens, self._at, longest))
                 self._at.add_(1)
         except RuntimeError as error:
+            release_generators(self._at.device, choice.generator)
             raise CaptureError(explained(error)) from error
         self._tokens.copy_(tokens)
         self._at.copy_(at)
@@ -135,6 +136,13 @@ class Graph:
     def close(self) -> None:
         while self._read < self._begun:
             self.read()
+
+
+def release_generators(device: torch.device, own: torch.Generator) -> None:
+    """A capture that failed leaves generators waiting for its end, and they would draw nothing: give each a new state."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for generator in (torch.cuda.default_generators[index], own):
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 def explained(error: BaseException) -> str:

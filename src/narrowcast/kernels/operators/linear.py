@@ -85,9 +85,10 @@ def _tile_dtype(x: Tensor) -> torch.dtype:
 def _decode_tiles(data: Tensor, numel: int, dtype: torch.dtype, recipe: Recipe) -> Iterator[tuple[int, Tensor]]:
     """The decoded weights, a few rows at a time, each with the number of its first row."""
     step = max(1, TILES.get(data.device.type, TILES["cpu"]) // max(numel, 1))
+    memory = torch.empty(min(step, len(data)), numel, dtype=dtype, device=data.device)
     for first in range(0, len(data), step):
         some = data[first : first + step]
-        weight = torch.empty(len(some), numel, dtype=dtype, device=data.device)
+        weight = memory[: len(some)]  # the same memory each time: new pages cost more than decoding
         kernel_for(data.device.type).decode(weight, some, recipe)
         yield first, weight
 
