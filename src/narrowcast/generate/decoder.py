@@ -132,17 +132,6 @@ class Decoder(nn.Module):
             self._turns = turns(self.shape, positions).to(device)
         return self._turns[:positions]
 
-    def weights_in_order(self) -> list[Tensor]:
-        """Matrices, in the order in which a step reads them; encoded ones as their rows."""
-        modules: list[nn.Module | None] = []
-        for layer in self._layers():
-            attention, mlp = layer.self_attn, layer.mlp
-            queries = [attention.q_proj, attention.k_proj, attention.v_proj] if attention.joined is None else []
-            gates = [mlp.gate_proj, mlp.up_proj] if mlp.joined is None else []
-            modules += [*(queries or [attention.joined]), attention.o_proj, *(gates or [mlp.joined]), mlp.down_proj]
-        weights = [getattr(module, "weight", None) for module in (*modules, self.lm_head)]
-        return [weight for weight in weights if isinstance(weight, Tensor)]
-
     def prefill(self, tokens: Tensor, cache: Cache, sequence: int) -> Tensor:
         """Read the prompt `tokens` [time] of one sequence; the logits [words] of what follows it."""
         x = self.model.embed_tokens(tokens[None])

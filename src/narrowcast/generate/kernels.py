@@ -90,9 +90,12 @@ class Fused:
     name = "triton"
 
     def __init__(self) -> None:
+        from narrowcast.kernels.cuda import attention as short_attention
+        from narrowcast.kernels.cuda import nvrtc
         from narrowcast.kernels.triton import attention, norms
 
         self._attention, self._norms = attention, norms
+        self._short = None if nvrtc.missing() else short_attention
 
     def place(self, at: Tensor, turns: Tensor, longest: int) -> Place:
         return Place(at, turns, longest)
@@ -102,7 +105,9 @@ class Fused:
         return self._norms.add_norm(x, delta, norm.weight, norm.eps)
 
     def attend(self, parts: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
-        return self._attention.attend(*parts, place.turns, place.at, *cache)
+        given = (*parts, place.turns, place.at, *cache)
+        mixed = None if self._short is None else self._short.attend(*given)
+        return self._attention.attend(*given) if mixed is None else mixed
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         return self._norms.gate(gate, up)

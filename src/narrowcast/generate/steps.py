@@ -8,8 +8,7 @@ tokens one step behind the device, so the device never waits for it.
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +18,10 @@ from narrowcast.generate.cache import Cache
 from narrowcast.generate.decoder import Decoder
 from narrowcast.generate.kernels import Kernels
 from narrowcast.generate.sampling import Sampling
-from narrowcast.kernels.early import Upcoming, upcoming_weights, weights_written_long_ago
+from narrowcast.kernels.early import weights_written_long_ago
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What makes a token out of the tokens so far."""
 
     decoder: Decoder
@@ -31,15 +29,9 @@ class Choice:
     kernels: Kernels
     sampling: Sampling
     generator: torch.Generator
-    upcoming: Upcoming = field(init=False)
-    """Which weights are read after which."""
-
-    def __post_init__(self) -> None:
-        on_gpu = self.generator.device.type == "cuda"
-        object.__setattr__(self, "upcoming", upcoming_weights(self.decoder.weights_in_order()) if on_gpu else {})
 
     def next(self, tokens: Tensor, at: Tensor, longest: int) -> Tensor:
-        with weights_written_long_ago(self.upcoming):
+        with weights_written_long_ago():
             logits = self.decoder.advance(tokens, at, self.cache, longest, self.kernels)
         return self.sampling.choose(logits, self.generator)
 
@@ -155,5 +147,5 @@ def explained(error: BaseException) -> str:
     return (
         f"cuda_graph=True: a step of this decoder cannot be captured as a CUDA graph: {first[0]}{where}. Usually a "
         "module copies to the host or asks for a number on its way (.item(), .tolist(), a condition on a tensor). Run "
-        "it with generate(..., cuda_graph=False)."
+        "it with generate(..., cuda_graph=False), or narrowcast generate --no-cuda-graph."
     )

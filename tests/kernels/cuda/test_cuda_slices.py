@@ -12,12 +12,11 @@ import narrowcast as nc
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from test_cuda_emulated import CPU, Case, cut_of, emulator, gaussian, hold, host
+from test_cuda_emulated import CPU, Case, emulator, hold, host
 
 from narrowcast.kernels.cuda.formats import KINDS, block_of, codes_of
-from narrowcast.kernels.cuda.launch import launch_cut, launch_slices
+from narrowcast.kernels.cuda.launch import launch_slices
 from narrowcast.kernels.cuda.slices import Slices, choose_slices, divide, fits
-from narrowcast.kernels.early import weights_written_long_ago
 from narrowcast.kernels.layout import Recipe
 
 __all__ = ["emulator", "host"]  # fixtures
@@ -114,33 +113,3 @@ def test_what_slices_cannot_do_is_left_to_others(spec: str, dtype: int) -> None:
     codes = codes_of(format)
     assert codes is not None
     assert choose_slices(codes, format.block, 2, 33, 64, 4096, dtype, -1, 132, 227 << 10, True) is None
-
-
-@pytest.mark.parametrize(
-    ("case", "division"),
-    [
-        (Case("int8", 1, BF16), None),
-        (Case("int4:block=128", 1, BF16), None),
-        (Case("int4", 9, BF16), Division(1, 2, 2, 3, 2)),
-    ],
-    ids=("dot", "tile", "slices"),
-)
-@pytest.mark.parametrize("sizes", [(5008, 16), (0, 4096), (70_000, 0)])
-def test_bringing_the_next_weights_to_l2_reads_no_byte_outside_and_changes_nothing(
-    case: Case, division: Division | None, sizes: tuple[int, int]
-) -> None:
-    recipe = nc.codec(case.spec).recipe(CPU)
-    x, data, bias = gaussian(case, recipe, 40, 512)
-
-    def product() -> Tensor:
-        if division is not None:
-            return launch(divided(case, division, recipe, 40, 512), x, data, recipe, bias)
-        out = torch.empty(len(x), len(data), dtype=x.dtype)
-        launch_cut(cut_of(case, recipe, 40, 512), out, x, data, recipe, bias)
-        return out
-
-    runs = tuple(torch.zeros(size, dtype=torch.uint8) for size in sizes if size)
-    with weights_written_long_ago({data.data_ptr(): runs}):
-        assert torch.equal(product(), product())
-        brought = product()
-    assert torch.equal(brought, product())

@@ -26,8 +26,7 @@ struct Stage {
 
 extern "C" __global__ __launch_bounds__(TEAMS* KS * 32, RESIDENT / (TEAMS * KS * 32)) void dot(const u8* __restrict__ w, const void* __restrict__ x,
                                                                void* __restrict__ y, const void* __restrict__ bias, int n, int k,
-                                                               i64 stride, int scales, const u8* next_rows,
-                                                               int next_bytes, const u8* then_rows, int then_bytes) {
+                                                               i64 stride, int scales) {
     extern __shared__ float4 xs[];
     __shared__ float sums[2][TEAMS][KS][ROWS];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, team = warp / KS, part = warp % KS;
@@ -106,5 +105,4 @@ extern "C" __global__ __launch_bounds__(TEAMS* KS * 32, RESIDENT / (TEAMS * KS *
             if (!BLOCK) total *= scale_at(w + (row + lane) * stride + scales, 0);
             store(y, row + lane, with_bias(total, bias, row + lane));
         }
-    }    bring_share(Upcoming{{next_rows, then_rows}, {next_bytes, then_bytes}});
-}
+    }}

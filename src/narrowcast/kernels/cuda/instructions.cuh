@@ -25,14 +25,8 @@ __device__ __forceinline__ u32 insert(u32 word, u32 mask, u32 base) {
 // Weights pass by once: they do not belong into L1.
 __device__ __forceinline__ uint4 stream16(const void* p) {
     uint4 v;
-#ifdef EVICT_FIRST
-    asm volatile("{ .reg .b64 q; createpolicy.fractional.L2::evict_first.b64 q, 1.0;\n"
-                 "ld.global.nc.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], q; }"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-#else
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-#endif
     return v;
 }
 
@@ -68,13 +62,6 @@ __device__ __forceinline__ void admit_the_next() {
 __device__ __forceinline__ void after_the_last() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Bytes that will be read soon, on their way to L2: 16 or a multiple of it, aligned alike.
-__device__ __forceinline__ void bring_to_l2(const void* from, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 #endif
 }
 

@@ -10,7 +10,7 @@ from narrowcast.kernels.cuda.cuts import Cut
 from narrowcast.kernels.cuda.formats import KINDS, levels_of, sources
 from narrowcast.kernels.cuda.nvrtc import Int
 from narrowcast.kernels.cuda.slices import Slices
-from narrowcast.kernels.early import may_read_weights_early, upcoming_after
+from narrowcast.kernels.early import may_read_weights_early
 from narrowcast.kernels.layout import Recipe, layout
 
 
@@ -22,11 +22,10 @@ def launch_cut(cut: Cut, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, b
         kernel = nvrtc.function(sources(cut.name), cut.name, cut.defines + reading(), x.device.index, early=True)
         sizes = (Int(n), Int(k), data.stride(0) if n > 1 else 0, scales)
         if cut.name == "dot":
-            kernel(cut.grid, cut.threads, cut.shared, (data, x, out, bias, *sizes, *upcoming(data)))
+            kernel(cut.grid, cut.threads, cut.shared, (data, x, out, bias, *sizes))
         else:
             levels = levels_of(recipe, x.dtype, x.device)
-            given = (data, x, out, bias, levels, Int(len(x)), *sizes, x.stride(0), *upcoming(data))
-            kernel(cut.grid, cut.threads, cut.shared, given)
+            kernel(cut.grid, cut.threads, cut.shared, (data, x, out, bias, levels, Int(len(x)), *sizes, x.stride(0)))
 
 
 def launch_slices(slices: Slices, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:
@@ -38,7 +37,7 @@ def launch_slices(slices: Slices, out: Tensor, x: Tensor, data: Tensor, recipe: 
     sizes = (Int(len(x)), Int(n), Int(k), stride, Int(layout(recipe.format, k).scales_offset), x.stride(0), Int(parts))
     sums = out if parts == 1 else torch.empty(parts, len(x), n, dtype=torch.float32, device=x.device)
     kernel = nvrtc.function(sources("slices"), "slices", slices.defines + reading(), x.device.index, early=True)
-    kernel(slices.grid, slices.threads, slices.shared, (data, x, sums, bias, levels, *sizes, *upcoming(data)))
+    kernel(slices.grid, slices.threads, slices.shared, (data, x, sums, bias, levels, *sizes))
     if parts > 1:
         wide = 4 if n % 4 == 0 else 1
         defines = {"PARTS": parts, "WIDE": wide, "X": KINDS[x.dtype], "BIAS": -1 if bias is None else KINDS[bias.dtype]}
@@ -50,9 +49,3 @@ def launch_slices(slices: Slices, out: Tensor, x: Tensor, data: Tensor, recipe: 
 def reading() -> tuple[tuple[str, int], ...]:
     """What a product is compiled with, by when it may read its weights."""
     return (("READ_WEIGHTS_EARLY", int(may_read_weights_early())),)
-
-
-def upcoming(data: Tensor) -> tuple[Tensor | Int | None, ...]:
-    """What a product is told of the weights that are read after it: two runs of bytes, with their lengths."""
-    runs: list[Tensor | None] = [*upcoming_after(data), None, None]
-    return tuple(part for run in runs[:2] for part in (run, Int(0 if run is None else run.numel())))

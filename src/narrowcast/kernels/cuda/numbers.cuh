@@ -47,20 +47,3 @@ __device__ __forceinline__ void store(void* y, i64 i, float value) {
 __device__ __forceinline__ float with_bias(float value, const void* bias, int row) {
     return BIAS < 0 ? value : value + number<(BIAS < 0 ? 0 : BIAS)>(bias, row);
 }
-
-// What products after this one will read (kernels/early.py): up to two runs of bytes.
-struct Upcoming {
-    const u8* from[2];
-    int bytes[2];
-};
-
-// This block's share of them on its way to L2: while kernels run that read little, memory works on.
-__device__ __forceinline__ void bring_share(const Upcoming& upcoming) {
-    if (threadIdx.x >= 32) return;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int pieces = gridDim.x * 32, each = (upcoming.bytes[i] / pieces + 128) / 128 * 128;
-        const int at = (blockIdx.x * 32 + threadIdx.x) * each;
-        if (at < upcoming.bytes[i]) bring_to_l2(upcoming.from[i] + at, min(each, upcoming.bytes[i] - at));
-    }
-}

@@ -28,8 +28,7 @@ constexpr int WIDTH = BLOCK ? BLOCK : 1, NEAR = TILES < 4 ? TILES : 4;
 extern "C" __global__ __launch_bounds__(KS * 32, 1) void slices(const u8* __restrict__ w, const u16* __restrict__ x, void* __restrict__ y,
                                                                 const void* __restrict__ bias, const u32* __restrict__ levels,
                                                                 int batch, int n, int k, i64 stride, int scales, i64 x_stride,
-                                                                int parts, const u8* next_rows, int next_bytes, const u8* then_rows,
-                                                                int then_bytes) {
+                                                                int parts) {
     extern __shared__ uint4 shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int chunks = (k + CHUNK - 1) / CHUNK, per = (chunks + parts - 1) / parts, tiles = (n + HEIGHT - 1) / HEIGHT;
@@ -202,5 +201,4 @@ extern "C" __global__ __launch_bounds__(KS * 32, 1) void slices(const u8* __rest
         }
     }
     await_lots<0>();
-    bring_share(Upcoming{{next_rows, then_rows}, {next_bytes, then_bytes}});
 }

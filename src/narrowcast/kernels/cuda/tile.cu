@@ -42,9 +42,7 @@ struct Stage {
 extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile(const u8* __restrict__ w, const u16* __restrict__ x,
                                                                                 void* __restrict__ y, const void* __restrict__ bias,
                                                                                 const u32* __restrict__ levels, int batch, int n,
-                                                                                int k, i64 stride, int scales, i64 x_stride,
-                                                                                const u8* next_rows, int next_bytes,
-                                                                                const u8* then_rows, int then_bytes) {
+                                                                                int k, i64 stride, int scales, i64 x_stride) {
     constexpr int HEIGHT = 16 * TALL, WIDTH = TILES ? 8 * TILES : 1, COLUMNS = TILES ? TILES : 1;
     extern __shared__ uint4 shared[];
     float(*sums)[KS][HEIGHT][WIDTH] = (float(*)[KS][HEIGHT][WIDTH])shared;  // two turns of them
@@ -154,7 +152,6 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
                     if (GROUPS >= 2) one += __shfl_xor_sync(~0u, one, 2);
                     if (TILES || t == 0) sums[turn][part][m * 16 + j / 2 * 8 + g][TILES ? i * 8 + 2 * t + j % 2 : 0] = one;
                 }
-        if (tile + gridDim.x >= tiles) bring_share(Upcoming{{next_rows, then_rows}, {next_bytes, then_bytes}});
         __syncthreads();  // one for each turn will do: the other half of `sums` is written next
         for (int i = threadIdx.x; i < HEIGHT * WIDTH; i += KS * 32) {
             const int row = tile * HEIGHT + i % HEIGHT, column = i / HEIGHT;

@@ -27,13 +27,6 @@ static inline uint4 stream16(const void* p) { return *(const uint4*)p; }
 static inline void admit_the_next() {}
 static inline void after_the_last() {}
 
-// What is asked for is read, so that guards around it notice if it is not there.
-static volatile char brought;
-static inline void bring_to_l2(const void* from, u32 bytes) {
-    if ((size_t)from % 16 || bytes % 16 || !bytes) return machine::fail("brings bytes to L2 that are not aligned", threadIdx.x);
-    for (u32 i = 0; i < bytes; ++i) brought = ((const char*)from)[i];
-}
-
 // A copy on its way arrives when its thread waits for it, as late as it may.
 struct Copy {
     void* to;
