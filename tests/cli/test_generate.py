@@ -76,7 +76,6 @@ def test_the_command_passes_on_whether_steps_are_captured(
     assert wanted == [not words]
 
 
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

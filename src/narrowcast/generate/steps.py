@@ -131,7 +131,7 @@ class Graph:
 
 
 def release_generators(device: torch.device, own: torch.Generator) -> None:
-    """A capture that failed leaves generators waiting for its end, and they would draw nothing: give each a new state."""
+    """A capture that failed leaves generators waiting for its end, and they draw nothing: give each a new state."""
     index = torch.cuda.current_device() if device.index is None else device.index
     for generator in (torch.cuda.default_generators[index], own):
         generator.graphsafe_set_state(generator.clone_state())

@@ -138,9 +138,7 @@ class Emulator:
         text = program(sources, name, defines)
         key = hashlib.sha256((text + "".join(file.read_text() for file in sources)).encode()).hexdigest()[:16]
         if key not in self._functions:
-            self._functions[key] = Function(
-                self._compile(text, self._folder / f"{name}_{key}"), CHANGED.get(name, ())
-            )
+            self._functions[key] = Function(self._compile(text, self._folder / f"{name}_{key}"), CHANGED.get(name, ()))
         return self._functions[key]
 
     def _compile(self, text: str, stem: Path) -> Path:
