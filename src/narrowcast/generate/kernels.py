@@ -85,7 +85,7 @@ class Torch:
 
 
 class Fused:
-    """One launch for a norm and the sum before it, one for a gate, one (few heads over long caches: two) for attention."""
+    """One launch for a norm and the sum before it, one for a gate, one (long caches, few heads: two) for attention."""
 
     name = "triton"
 

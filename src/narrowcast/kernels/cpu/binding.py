@@ -40,9 +40,8 @@ LINEAR_GRAIN = 1 << 17
 MAX_BATCH = {torch.float32: 64, torch.float16: 64, torch.bfloat16: 32}
 """Vectors that rows are multiplied with as they are. For more, decoding and torch's own product are faster: measured on
 two Zen 4 cores, 11008x4096, int8 and int4 (bfloat16 has instructions of its own there); see bench/linear.py."""
-
 MAX_BATCH_AVX2 = MAX_BATCH | {torch.float32: 16}
-"""The same on AVX2: measured on a Zen 3 core, 2048x4096, int8, int4 and nf4, interleaved: bench/linear_batches.py."""
+"""On AVX2: bench/linear_batches.py, on a Zen 3 core."""
 
 UNKNOWN = 2
 """What nc_integer_conv returns where its input holds a NaN, or its grid is none that it knows."""
