@@ -31,9 +31,12 @@ def takes(queries: Tensor, key_cache: Tensor) -> bool:
 
 
 def division(blocks: int, heads: int) -> tuple[int, int, int]:
-    """Warps of a block, positions that its teams read at a time, and threads that a processor should hold."""
+    """Warps of a block, positions that its teams read at a time, and threads that a processor should hold.
+
+    One query to a key: the best of three on an H200 (bench/results/decode-h200.md); more were not timed.
+    """
     if heads == 1:
-        return (16, 4, 512) if blocks < MANY else (8, 4, 768)
+        return (16, 4, 512) if blocks < MANY else (8, 2, 1024)
     return (8, 2, 512 if heads <= 4 else 256)
 
 

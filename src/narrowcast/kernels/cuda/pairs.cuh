@@ -2,9 +2,6 @@
 //
 //   CODES  0 int8, 1 int4, 2 table of bytes (8-bit codes), 3 table of pairs (4-bit codes)
 
-#ifndef SHIFTS
-#define SHIFTS 0
-#endif
 constexpr bool NARROW = CODES == 1 || CODES == 3;  // 4-bit codes
 
 // A small integer q in the low bits of a half under this exponent is 1024 + q or 128 + q.
@@ -57,7 +54,7 @@ __device__ __forceinline__ void pairs(const u32* words, u32 lane, u32* out, u32 
         for (int i = 0; i < 4; ++i) out[i] = bytes(words[i / 2], i % 2, top);
     } else if (CODES == 1) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) out[i] = nibbles(SHIFTS && i ? u32((u64(words[0]) * (1u << (32 - 4 * i) | (top ^ TOP))) >> 32) : words[0] >> (4 * i));
+        for (int i = 0; i < 4; ++i) out[i] = nibbles(words[0] >> (4 * i));
     } else if (CODES == 2) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

@@ -93,7 +93,6 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
     }
     if (CODES >= 2 || !TILES) __syncthreads();
     const bool mine = GROUPS == 1 || t * GROUPS / 4 == g * GROUPS / 8;
-    const u32 top = SHIFTS && k < 0 ? 1 : TOP;
     int turn = 0;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
         float total[TALL][COLUMNS][4] = {};
@@ -117,8 +116,8 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
 #pragma unroll
                     for (int m = 0; m < TALL; ++m) {
                         u32 p[4], q[4];
-                        pairs(now.codes[m][0].word + (NARROW ? u : 2 * u), lane, p, top);
-                        pairs(now.codes[m][1].word + (NARROW ? u : 2 * u), lane, q, top);
+                        pairs(now.codes[m][0].word + (NARROW ? u : 2 * u), lane, p);
+                        pairs(now.codes[m][1].word + (NARROW ? u : 2 * u), lane, q);
 #pragma unroll
                         for (int i = 0; i < COLUMNS; ++i) {
                             float* one = BLOCK ? sum[m][i] : total[m][i];
