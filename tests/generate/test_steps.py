@@ -130,6 +130,23 @@ def test_a_graph_writes_what_eager_steps_write(codec: str | None, sampling: Samp
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_attention_in_cuda_reads_its_cache_early_and_writes_what_it_writes_late(
+    key_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from narrowcast.kernels.cuda import launch
+
+    decoder = random_decoder(Shape(256, 2, 4, 512, 64, key_heads=key_heads), dtype=torch.bfloat16, device="cuda")
+    nc.quantize_(decoder, "int4")
+    fuse_(decoder)
+    early = generate(decoder, PROMPTS, 100).run()
+    assert early == generate(decoder, PROMPTS, 100, cuda_graph=False).run()
+    monkeypatch.setattr(launch, "may_read_weights_early", lambda: False)
+    assert early == generate(decoder, PROMPTS, 100).run()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_longer_generation_in_between_does_not_change_one_that_is_under_way() -> None:
     decoder = random_decoder(SHAPE, dtype=torch.bfloat16, device="cuda")
     alone = generate(decoder, PROMPTS, 16).run()
