@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 CLASSES = (
-    ("attention", r"attend_kernel|combine_kernel|fmha|flash|attention|softmax"),
+    ("attention", r"^attend$|attend_kernel|combine_kernel|fmha|flash|attention|softmax"),
     ("norms", r"add_norm|rms_norm|RMSNorm"),
     ("gates", r"gate_kernel|silu"),
     ("products", r"^(dot|tile|slices|total)$|linear_kernel|gemm|gemv|cutlass|nvjet|splitK|cublas"),

@@ -3,6 +3,8 @@ bench/decode_h200.py runs them too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,15 @@ ATTENTIONS = [  # batch, heads, key heads, size, positions, at
     (3, 4, 4, 8, 150, (0, 64, 149)),
     (2, 7, 1, 24, 300, (63, 130)),
     (4, 2, 2, 32, 65, (5, 64, 1, 63)),
+]
+
+
+HALF_ATTENTIONS = [  # what cuda/attend.cu takes
+    (1, 2, 2, 128, 300, (299,)),
+    (2, 4, 2, 64, 40, (0, 39)),
+    (3, 4, 1, 128, 90, (1, 31, 64)),
+    (1, 8, 1, 64, 70, (65,)),
+    (1, 3, 3, 128, 33, (32,)),
 ]
 
 
@@ -69,9 +80,11 @@ def check_attention(
     at: tuple[int, ...],
     dtype: torch.dtype,
     device: str,
+    attend: Callable[..., Tensor] | None = None,
 ) -> None:
-    from narrowcast.kernels.triton.attention import attend
-
+    """`attend`: by default that of Triton."""
+    if attend is None:
+        from narrowcast.kernels.triton.attention import attend
     joined = drawn(batch, (heads + 2 * key_heads) * size, dtype=dtype, device=device)
     queries, keys, values = joined.split((heads * size, key_heads * size, key_heads * size), -1)
     cache = drawn(2, batch, key_heads, positions, size, dtype=dtype, device=device, seed=1)

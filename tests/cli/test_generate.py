@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -54,6 +55,25 @@ def test_random_weights_show_figures_and_no_text() -> None:
     assert (code, said) == (0, "")
     assert "4 tokens; " in figures
     assert "MB, cache" in figures
+
+
+@pytest.mark.parametrize("words", [[], ["--no-cuda-graph"]])
+def test_the_command_passes_on_whether_steps_are_captured(
+    folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from narrowcast.generate import run
+
+    wanted: list[bool] = []
+    plain = run.Generation.__init__
+
+    def begin(self: run.Generation, *given: Any) -> None:
+        wanted.append(given[-1])
+        plain(self, *given)
+
+    monkeypatch.setattr(run.Generation, "__init__", begin)
+    code, _, figures = invoke(str(folder), "--prompt", "a", "--max-new-tokens", "1", *words)
+    assert code == 0, figures
+    assert wanted == [not words]
 
 
 @pytest.mark.parametrize(

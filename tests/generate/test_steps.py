@@ -130,6 +130,23 @@ def test_a_graph_writes_what_eager_steps_write(codec: str | None, sampling: Samp
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_attention_in_cuda_reads_its_cache_early_and_writes_what_it_writes_late(
+    key_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from narrowcast.kernels.cuda import launch
+
+    decoder = random_decoder(Shape(256, 2, 4, 512, 64, key_heads=key_heads), dtype=torch.bfloat16, device="cuda")
+    nc.quantize_(decoder, "int4")
+    fuse_(decoder)
+    early = generate(decoder, PROMPTS, 100).run()
+    assert early == generate(decoder, PROMPTS, 100, cuda_graph=False).run()
+    monkeypatch.setattr(launch, "may_read_weights_early", lambda: False)
+    assert early == generate(decoder, PROMPTS, 100).run()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_longer_generation_in_between_does_not_change_one_that_is_under_way() -> None:
     decoder = random_decoder(SHAPE, dtype=torch.bfloat16, device="cuda")
     alone = generate(decoder, PROMPTS, 16).run()
@@ -156,6 +173,10 @@ def test_what_cannot_be_captured_is_refused_with_the_way_out() -> None:
     with pytest.raises(nc.errors.CaptureError, match="cuda_graph=False"):
         generate(decoder, PROMPTS, 4).run()
     assert len(generate(decoder, PROMPTS, 4, cuda_graph=False).run()[0]) == 4
+    assert torch.randn(8, device="cuda").isfinite().all()  # torch's own generator does not wait for the capture's end
+    with pytest.raises(nc.errors.CaptureError, match="cuda_graph=False"):
+        generate(decoder, PROMPTS, 4, Sampling(0.8)).run()
+    assert len(generate(decoder, PROMPTS, 4, Sampling(0.8), cuda_graph=False).run()[0]) == 4
 
 
 @pytest.mark.gpu

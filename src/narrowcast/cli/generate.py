@@ -37,6 +37,7 @@ def generate(
     dtype: Annotated[str | None, typer.Option(help=f"Of activations: {', '.join(DTYPES)}.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     fuse: Annotated[bool, typer.Option(help="Join products that share an input.")] = True,
+    cuda_graph: Annotated[bool, typer.Option(help="With cuda: replay a captured step instead of launching it.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the text as it is written.")] = False,
 ) -> None:
     """Let a Llama-like model write, with its weights encoded, and print tokens per second.
@@ -58,7 +59,7 @@ def generate(
     if fuse:
         skipped |= fuse_(decoder).skips
     prompts = [text.encode(one) for one in prompt or []] if text else [[1, 2, 3, 4]] * batch
-    generation = begin(decoder, prompts, max_new_tokens, sampling, stop_at_end=text is not None)
+    generation = begin(decoder, prompts, max_new_tokens, sampling, stop_at_end=text is not None, cuda_graph=cuda_graph)
     if as_json:
         generation.run()
         print(json.dumps(_summary(decoder, generation, text, skipped)))

@@ -1,8 +1,8 @@
 """What a decoder does between its products, for one new position of each sequence.
 
 `Kernels` is the contract, `Torch` what it means, in plain torch, on any device and in any dtype. `Fused` has the same
-in five launches a layer, of Triton's kernels (kernels/triton/norms.py, attention.py), for CUDA. `kernels_for` chooses,
-and says why it chose `Torch` on a GPU.
+in four or five launches a layer, of kernels in Triton (kernels/triton/norms.py, attention.py) and, for attention over
+short caches, in CUDA (kernels/cuda/attention.py). `kernels_for` chooses, and says why it chose `Torch` on a GPU.
 """
 
 from __future__ import annotations
@@ -85,14 +85,17 @@ class Torch:
 
 
 class Fused:
-    """Triton: one launch for a norm and the sum before it, one for a gate, two (short caches: one) for attention."""
+    """One launch for a norm and the sum before it, one for a gate, one (long caches, few heads: two) for attention."""
 
     name = "triton"
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        from narrowcast.kernels.cuda import attention as short_attention
+        from narrowcast.kernels.cuda import choose
         from narrowcast.kernels.triton import attention, norms
 
         self._attention, self._norms = attention, norms
+        self._short = None if choose.obstacle(device) else short_attention
 
     def place(self, at: Tensor, turns: Tensor, longest: int) -> Place:
         return Place(at, turns, longest)
@@ -102,7 +105,9 @@ class Fused:
         return self._norms.add_norm(x, delta, norm.weight, norm.eps)
 
     def attend(self, parts: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
-        return self._attention.attend(*parts, place.turns, place.at, *cache)
+        given = (*parts, place.turns, place.at, *cache)
+        mixed = None if self._short is None else self._short.attend(*given)
+        return self._attention.attend(*given) if mixed is None else mixed
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         return self._norms.gate(gate, up)
@@ -117,6 +122,6 @@ def kernels_for(decoder: nn.Module, device: torch.device) -> Kernels:
     if len(kinds) > 1 or not kinds <= {torch.float32, torch.float16, torch.bfloat16}:
         return Torch(f"norms are {', '.join(sorted(map(str, kinds)))}, not all of one kind that Triton is used for")
     try:
-        return Fused()
+        return Fused(device)
     except ImportError as error:
         return Torch(f"Triton cannot be imported: {error}")

@@ -105,6 +105,7 @@ class Graph:
                 self._tokens.copy_(choice.next(self._tokens, self._at, longest))
                 self._at.add_(1)
         except RuntimeError as error:
+            release_generators(self._at.device, choice.generator)
             raise CaptureError(explained(error)) from error
         self._tokens.copy_(tokens)
         self._at.copy_(at)
@@ -129,6 +130,13 @@ class Graph:
             self.read()
 
 
+def release_generators(device: torch.device, own: torch.Generator) -> None:
+    """A capture that failed leaves generators waiting for its end, and they draw nothing: give each a new state."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for generator in (torch.cuda.default_generators[index], own):
+        generator.graphsafe_set_state(generator.clone_state())
+
+
 def explained(error: BaseException) -> str:
     """Why a step cannot be captured: the first thing that went wrong, and where."""
     while error.__context__ is not None:
@@ -139,5 +147,5 @@ def explained(error: BaseException) -> str:
     return (
         f"cuda_graph=True: a step of this decoder cannot be captured as a CUDA graph: {first[0]}{where}. Usually a "
         "module copies to the host or asks for a number on its way (.item(), .tolist(), a condition on a tensor). Run "
-        "it with generate(..., cuda_graph=False)."
+        "it with generate(..., cuda_graph=False), or narrowcast generate --no-cuda-graph."
     )

@@ -1,8 +1,9 @@
-"""Whether a product may read its weights before the kernel before it has ended.
+"""Whether a product may read its weights, and attention its cache, before the kernel before it has ended.
 
 A kernel that starts while the one before it ends sees what that one wrote only once it has waited for it. So it waits
 before it reads anything, weights too: whoever calls may just have encoded or gathered them. A decoder that takes one
-step after another knows that its weights were written long ago.
+step after another knows that its weights were written long ago. What is in its cache was written before the step: each
+step begins with a kernel that waits for all before it.
 """
 
 from __future__ import annotations

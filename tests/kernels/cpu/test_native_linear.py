@@ -34,9 +34,11 @@ ISAS = available()
 
 
 @pytest.fixture(params=ISAS)
-def kernel(request: pytest.FixtureRequest) -> binding.Native:
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> binding.Native:
+    """With the largest batches that any instruction set takes."""
     loaded, why = binding.load(request.param)
     assert loaded is not None, why
+    monkeypatch.setattr(loaded, "max_batch", binding.MAX_BATCH)
     return loaded
 
 
@@ -236,6 +238,16 @@ def test_larger_batches_and_fp64_are_left_to_tiles(kernel: binding.Native) -> No
         rounding = ROUNDING.get(x.dtype, 0.0)
         room = (100 * 2.0**-24 + rounding) * (x.double().abs() @ weight.abs().t()) + rounding * exact.abs()
         assert (found - exact).abs().le(1.01 * room).all(), x.dtype
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("batch", [16, 17, 64, 65])
+def test_avx2_decodes_from_smaller_batches_on(isa: str, batch: int) -> None:
+    kernel, _ = binding.load(isa)
+    codec, x, out = nc.codec("int4"), randn(batch, 128), torch.empty(batch, 3)
+    assert kernel is not None
+    takes = kernel.linear(out, x, codec.encode(randn(3, 128)), codec.recipe(CPU), None)
+    assert takes == (batch <= (16 if isa == "avx2" else 64))
 
 
 def test_nothing_to_multiply_leaves_the_bias() -> None:

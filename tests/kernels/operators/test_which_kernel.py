@@ -24,7 +24,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     kernel = launch.Triton()
     monkeypatch.setattr(dispatch, "kernel_for", lambda device_type: kernel)
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(choose, "_obstacle", lambda device: "")
+    monkeypatch.setattr(choose, "obstacle", lambda device: "")
     return kernel
 
 
@@ -57,7 +57,7 @@ def test_on_a_gpu_products_run_in_cuda_for_the_codecs_it_knows() -> None:
 def test_where_nothing_compiles_products_are_tritons_and_asking_warns_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     from narrowcast.kernels.cuda import choose
 
-    monkeypatch.setattr(choose, "_obstacle", lambda device: "libnvrtc.so.12 was not found")
+    monkeypatch.setattr(choose, "obstacle", lambda device: "libnvrtc.so.12 was not found")
     assert nc.which_kernel("int8", "cuda", operation="linear") == "triton"
 
 

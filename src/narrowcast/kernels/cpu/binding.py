@@ -40,6 +40,8 @@ LINEAR_GRAIN = 1 << 17
 MAX_BATCH = {torch.float32: 64, torch.float16: 64, torch.bfloat16: 32}
 """Vectors that rows are multiplied with as they are. For more, decoding and torch's own product are faster: measured on
 two Zen 4 cores, 11008x4096, int8 and int4 (bfloat16 has instructions of its own there); see bench/linear.py."""
+MAX_BATCH_AVX2 = MAX_BATCH | {torch.float32: 16}
+"""On AVX2: bench/linear_batches.py, on a Zen 3 core."""
 
 UNKNOWN = 2
 """What nc_integer_conv returns where its input holds a NaN, or its grid is none that it knows."""
@@ -58,6 +60,7 @@ class Native(Kernel):
     def __init__(self, library: ctypes.CDLL, isa: int) -> None:
         self.name = f"native/{ISAS[isa]}"
         self._isa = isa
+        self.max_batch = MAX_BATCH_AVX2 if ISAS[isa] == "avx2" else MAX_BATCH
         address, i32, i64 = c_void_p, c_int32, c_int64
         summands = (address, address, i64, i64, address, i32, i64, i64)
         self._nc_fresh = library.nc_fresh
@@ -142,7 +145,7 @@ class Native(Kernel):
 
     def _linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
         batch, numel = x.shape
-        if batch > MAX_BATCH.get(x.dtype, 0) or numel == 0:
+        if batch > self.max_batch.get(x.dtype, 0) or numel == 0:
             return False
         (x, x_stride), (data, stride) = _contiguous(x), _contiguous(data)
         address, dtype = None, 0

@@ -3,6 +3,8 @@
     dot.cu, tile.cu  4- and 8-bit codes, a few rows of x (cuts.py)
     slices.cu        more rows of x, up to 128 (slices.py)
 
+(attend.cu is no product: attention.py.)
+
 They are compiled on first use (nvrtc.py). `linear` returns False for what they are not made for: triton/ takes other
 formats, fp32 and what cannot be compiled here, up to 64 rows of x; of more rows, tiles are decoded and multiplied by
 cuBLAS (operators/linear.py). Where nothing can be compiled, the first call says so in a `KernelWarning`.
@@ -58,7 +60,7 @@ def linear(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | 
 def takes(recipe: Recipe, device: torch.device) -> bool:
     """Whether one bf16 vector is multiplied by these kernels, for rows of about 4096 elements in whole blocks."""
     codes, cpu = codes_of(recipe.format), torch.device("cpu")
-    if codes is None or _obstacle(device) or (codes in (BYTES, PAIRS) and levels_of(recipe, _BF16, cpu) is None):
+    if codes is None or obstacle(device) or (codes in (BYTES, PAIRS) and levels_of(recipe, _BF16, cpu) is None):
         return False
     block = max(recipe.format.block, 1)
     k = -(-4096 // block) * block
@@ -114,7 +116,7 @@ def slices_of(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> S
 
 
 @cache
-def _obstacle(device: torch.device) -> str:
+def obstacle(device: torch.device) -> str:
     """Why the kernels cannot run there, or an empty string."""
     why = nvrtc.missing()
     if not why and torch.cuda.get_device_capability(device) < (8, 0):
@@ -125,7 +127,7 @@ def _obstacle(device: torch.device) -> str:
 @cache
 def _compiles(device: torch.device) -> bool:
     """Whether the kernels can run there; where not, the first call says why."""
-    why = _obstacle(device)
+    why = obstacle(device)
     if why:
         warnings.warn(
             f"narrowcast multiplies by encoded weights with Triton, slower than with CUDA: {why}",

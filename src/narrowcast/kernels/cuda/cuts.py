@@ -14,6 +14,9 @@ from narrowcast.kernels.layout import Format
 LARGE = 60_000_000
 """Weights that make a layer large: most of its time is reading them."""
 
+HUGE = 100_000_000
+"""Weights of a layer whose time is all reading: an output matrix."""
+
 TILED = {8: 16, 4: 32}
 """The largest batch that tile.cu takes at once, by bits: 4-bit codes go twice."""
 
@@ -51,14 +54,20 @@ def choose_cut(
         return None
     table, small = codes in (BYTES, PAIRS), n * k < LARGE
     parts, tall, resident = 16, 1, 1024
-    if not small and tiles == 0:
-        parts = 4 if not table else 16 if n * k < 100_000_000 else 8
+    many = tiles == 0 and n > 32 * processors and (codes == PAIRS or (codes == INT4 and block >= 128))
+    if many:
+        parts, common["UNROLL"], resident = (
+            (8, 2, 768) if table or small else (4, 4, 512) if n * k >= HUGE else (4, 2, 1024)
+        )
+    elif not small and tiles == 0:
+        parts = 4 if not table else 16 if n * k < HUGE else 8
         common["UNROLL"] = 2 if codes == INT4 and block >= 128 else 1
     elif tiles == 4:
         parts, tall, resident = 4, 2, 512
     elif not small:
         parts, tall, resident = (8, 1, 1024) if tiles == 1 else (8, 2, 512)
-    grid = processors * resident // (32 * parts) if table or (tiles == 2 and tall == 2) else n
+    walking = table or (tiles == 2 and tall == 2) or (many and resident < 1024)
+    grid = processors * resident // (32 * parts) if walking else n
     return tile_cut(common, codes, wide, tiles, tall, parts, resident, n, k, grid)
 
 

@@ -21,7 +21,7 @@ __device__ __forceinline__ void eight(const void* x, int at, float4* out) {
 // What a warp reads of its rows in one chunk of 512 elements: 16 to a lane.
 struct Stage {
     uint4 codes[ROWS];
-    float scale[ROWS];
+    u32 scale[ROWS];  // as it lies in memory
 };
 
 extern "C" __global__ __launch_bounds__(TEAMS* KS * 32, RESIDENT / (TEAMS * KS * 32)) void dot(const u8* __restrict__ w, const void* __restrict__ x,
@@ -39,7 +39,7 @@ extern "C" __global__ __launch_bounds__(TEAMS* KS * 32, RESIDENT / (TEAMS * KS *
             for (int r = 0; r < ROWS; ++r) {
                 const u8* row = w + min(next + r, n - 1) * stride;
                 stage.codes[r] = stream16(row + at);
-                if (BLOCK) stage.scale[r] = scale_at(row + scales, at / (BLOCK ? BLOCK : 1));
+                if (BLOCK) stage.scale[r] = scale_bits(row + scales, at / (BLOCK ? BLOCK : 1));
             }
         }
         chunk += KS;
@@ -86,7 +86,7 @@ extern "C" __global__ __launch_bounds__(TEAMS* KS * 32, RESIDENT / (TEAMS * KS *
                     }
                 }
 #pragma unroll
-                for (int r = 0; r < ROWS; ++r) sum[r] = BLOCK ? fmaf(s[r], now.scale[r], sum[r]) : sum[r] + s[r];
+                for (int r = 0; r < ROWS; ++r) sum[r] = BLOCK ? fmaf(s[r], scale_value(now.scale[r]), sum[r]) : sum[r] + s[r];
             }
         }
         const int row = base + team * ROWS;
@@ -105,5 +105,4 @@ extern "C" __global__ __launch_bounds__(TEAMS* KS * 32, RESIDENT / (TEAMS * KS *
             if (!BLOCK) total *= scale_at(w + (row + lane) * stride + scales, 0);
             store(y, row + lane, with_bias(total, bias, row + lane));
         }
-    }
-}
+    }}

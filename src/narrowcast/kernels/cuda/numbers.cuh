@@ -17,18 +17,24 @@ constexpr int SCALE_BYTES = SCALE == 4 ? 1 : SCALE == 1 ? 4 : 2;
 
 __device__ __forceinline__ float e8m0_value(u32 e) { return __uint_as_float(e == 255 ? 0x7FC00000u : e << 23); }
 
-__device__ __forceinline__ float scale_at(const u8* scales, int i) {
-    if (SCALE == 0) return 1.0f;
-    if (SCALE == 4) return e8m0_value(__ldg(scales + i));
-    return number<SCALE == 1 ? 0 : SCALE == 2 ? 2 : 1>(scales, i);
+// A scale as it lies in memory, and what it is worth. A kernel that reads ahead keeps the first: the second waits for it.
+__device__ __forceinline__ u32 scale_bits(const u8* scales, u32 i) {
+    if (SCALE == 0) return 0;
+    if (SCALE == 4) return __ldg(scales + i);
+    return SCALE == 1 ? __ldg((const u32*)scales + i) : __ldg((const u16*)scales + i);
 }
+
+__device__ __forceinline__ float scale_value(u32 bits) {
+    if (SCALE == 0) return 1.0f;
+    if (SCALE == 4) return e8m0_value(bits);
+    return SCALE == 1 ? __uint_as_float(bits) : SCALE == 3 ? half_value(bits) : __uint_as_float(bits << 16);
+}
+
+__device__ __forceinline__ float scale_at(const u8* scales, u32 i) { return scale_value(scale_bits(scales, i)); }
 
 // A scale that lies in shared memory.
 __device__ __forceinline__ float scale_here(const u8* p) {
-    if (SCALE == 4) return e8m0_value(*p);
-    if (SCALE == 1) return *(const float*)p;
-    const u32 bits = *(const u16*)p;
-    return SCALE == 3 ? half_value(bits) : __uint_as_float(bits << 16);
+    return scale_value(SCALE == 4 ? *p : SCALE == 1 ? *(const u32*)p : *(const u16*)p);
 }
 
 __device__ __forceinline__ u32 half_of_x(float value) { return X == 1 ? half_bits(value) : bfloat_bits(value); }

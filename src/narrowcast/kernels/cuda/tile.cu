@@ -32,7 +32,7 @@ __device__ __forceinline__ void load(Codes& c, const u8* p) {
 // What a lane reads in one chunk: of two rows out of every sixteen.
 struct Stage {
     Codes codes[TALL][2];
-    float scale[TALL][2];
+    u32 scale[TALL][2];  // as it lies in memory
 };
 
 // A team of KS warps takes TALL times sixteen rows at a time, each warp every KS-th chunk. In a warp, lane 4 g + t reads rows g
@@ -59,16 +59,16 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
             for (int i = 0; i < 2; ++i) rows[m][i] = w + min(next * HEIGHT + m * 16 + i * 8 + g, n - 1) * stride;
     };
     auto fetch = [&](Stage& stage) {
-        const int at = chunk * CHUNK + t * LANE, block = (GROUPS == 1 ? chunk * CHUNK : at) / (BLOCK ? BLOCK : 1);
+        const u32 at = chunk * CHUNK + t * LANE, block = (GROUPS == 1 ? chunk * CHUNK : at) / (BLOCK ? BLOCK : 1);
         if (next < tiles && chunk < chunks) {
 #pragma unroll
             for (int m = 0; m < TALL; ++m)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     // Past the row's end x is zero, and what it meets must not be a NaN left from another row.
-                    if (at < k) load(stage.codes[m][i], rows[m][i] + at / (NARROW ? 2 : 1));
+                    if (at < u32(k)) load(stage.codes[m][i], rows[m][i] + at / (NARROW ? 2 : 1));
                     else stage.codes[m][i] = Codes{};
-                    if (BLOCK) stage.scale[m][i] = GROUPS == 1 || at < k ? scale_at(rows[m][i] + scales, block) : 0;
+                    if (BLOCK) stage.scale[m][i] = GROUPS == 1 || at < u32(k) ? scale_bits(rows[m][i] + scales, block) : 0;
                 }
         }
         chunk += KS;
@@ -134,7 +134,7 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
 #pragma unroll
                             for (int j = 0; j < 4; ++j) {
                                 const float all = TILES ? sum[m][i][j] : sum[m][i][j] + odd[m][j];
-                                total[m][i][j] = fmaf(all, now.scale[m][j / 2], total[m][i][j]);
+                                total[m][i][j] = fmaf(all, scale_value(now.scale[m][j / 2]), total[m][i][j]);
                             }
                 }
             }

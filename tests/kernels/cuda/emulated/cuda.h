@@ -23,6 +23,9 @@ static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline int min(int a, int b) { return a < b ? a : b; }
+static inline float exp2f(float x) { return __builtin_exp2f(x); }
+static inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
+static inline float sqrtf(float x) { return __builtin_sqrtf(x); }
 static inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 static inline float __uint_as_float(unsigned bits) {

@@ -22,6 +22,30 @@ NC_INLINE void dequantize_piece(const Spec& spec, const uint8_t* codes, Scaling 
     }
 }
 
+// 4-bit codes of one block on AVX2, straight out of their bytes: the block's sixteen values lie in two registers.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <int ELEMENT, int BITS>
+constexpr bool IN_REGISTERS = BITS == 4 && (ELEMENT == INT || ELEMENT == LEVELS);
+
+template <int ELEMENT>
+inline Registers<4> block_values(const Spec& spec, float scale) {
+    alignas(32) float values[16];
+    for (int i = 0; i < 16; ++i) values[i] = ELEMENT == INT ? float((i ^ 8) - 8) * scale + 0.0f : spec.levels[i] * scale;
+    return Registers<4>(values);
+}
+
+template <bool ADD>
+NC_INLINE void dequantize_nibbles(const uint8_t* codes, const Registers<4>& values, float* out) {
+    const __m256i places = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    for (int i = 0; i < PIECE; i += 8) {
+        int32_t eight;
+        std::memcpy(&eight, codes + i / 2, 4);
+        const __m256 value = values[_mm256_srlv_epi32(_mm256_set1_epi32(eight), places)];
+        _mm256_storeu_ps(out + i, ADD ? _mm256_add_ps(_mm256_loadu_ps(out + i), value) : value);
+    }
+}
+#endif
+
 // Decodes [begin, begin + count) piece by piece. A whole piece goes where target(offset) points (for ADD on top of what is
 // there), a partial one into a buffer; done(offset, n, floats) hears of each.
 template <int ELEMENT, int BITS, bool ADD, class Target, class Done>
@@ -48,6 +72,20 @@ inline void dequantize_as(const Spec& spec, const uint8_t* data, int64_t begin, 
     for (; i < end; ++block) {
         const Scaling by = read_scale(spec, data, block);
         const int64_t block_end = std::min({(block + 1) * size, spec.numel, end});
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        if constexpr (IN_REGISTERS<ELEMENT, BITS>) {
+            if (i + PIECE <= block_end && std::fabs(by.scale) < HUGE_VALF) {
+                const Registers<4> values = block_values<ELEMENT>(spec, by.scale);
+                for (; i + PIECE <= block_end; i += PIECE) {
+                    const uint8_t* from = data + i / 2;
+                    __builtin_prefetch(from + FETCH);
+                    float* to = target(i - begin);
+                    dequantize_nibbles<ADD>(from, values, to);
+                    done(i - begin, PIECE, to);
+                }
+            }
+        }
+#endif
         for (; i + PIECE <= block_end; i += PIECE) {
             const uint8_t* from = data + i * BITS / 8;
             __builtin_prefetch(from + FETCH);
