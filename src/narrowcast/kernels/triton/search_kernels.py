@@ -15,21 +15,17 @@ import triton.language as tl
 
 from narrowcast.kernels.triton.codes import (
     AFFINE,
-    E4M3,
-    E5M2,
     INT,
     LEVELS,
     SIGN,
     as_bits,
     as_float,
-    cast_bits,
     cast_value,
-    quantize,
     reciprocal,
     to_float32,
 )
 from narrowcast.kernels.triton.kernels import codes_place, product
-from narrowcast.kernels.triton.levels import count_below, count_near, lookup
+from narrowcast.kernels.triton.levels import lookup
 from narrowcast.kernels.triton.scales import (
     FLT_MIN,
     SCALE_BF16,
@@ -38,38 +34,13 @@ from narrowcast.kernels.triton.scales import (
     scale_bits,
     scale_value,
 )
-from narrowcast.kernels.triton.tiles import load_floats, locate, store_codes
+from narrowcast.kernels.triton.tiles import codes_under, load_floats, locate, store_codes
 from narrowcast.kernels.triton.words import places
 
 
 @triton.jit
-def nearest_codes(x, inverse, zero, cells, slope, middle, bend, reach, FORM: tl.constexpr, SEARCH: tl.constexpr):
-    """The nearest codes, whatever the codec does otherwise. INT codes have their top bit flipped.
-
-    A scale may be far below the one that reaches the largest element, so nothing is known of how large y is.
-    """
-    ELEMENT: tl.constexpr = FORM.element
-    BITS: tl.constexpr = FORM.bits
-    if ELEMENT == SIGN:
-        code = (as_bits(x) >> 31) & 1
-    else:
-        y = x * inverse[:, None]
-        if ELEMENT == LEVELS:
-            if SEARCH.steps == 0:
-                code = count_near(y, cells, bend, slope, middle, reach, SEARCH.cells, False)
-            else:
-                code = count_below(y, cells, slope, middle, SEARCH.cells, SEARCH.steps, SEARCH.searched, False)
-        elif ELEMENT == E4M3 or ELEMENT == E5M2:
-            code = cast_bits(y, ELEMENT, FORM.fp8)
-        else:
-            low: tl.constexpr = -(1 << (BITS - 1)) + (0 if FORM.signed else 1)
-            code = quantize(y, zero[:, None], y, ELEMENT, BITS, low, False, False)
-    return code
-
-
-@triton.jit
 def units_of(code, zero, levels, FORM: tl.constexpr):
-    """What codes of `nearest_codes` stand for, in units of the scale."""
+    """What codes of `codes_under` stand for, in units of the scale."""
     ELEMENT: tl.constexpr = FORM.element
     BITS: tl.constexpr = FORM.bits
     if ELEMENT == SIGN:
@@ -112,7 +83,8 @@ def load_piece(x, weights, piece, sizes, finite, WIDTH: tl.constexpr, WEIGHTED: 
 def lane_products(values, importance, inside, scale, inverse, zero, levels, cells, slope, middle, bend, reach,
                   FORM: tl.constexpr, SEARCH: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
     """Of each element: the squared error, the error times the unit, and the squared unit, weighted."""
-    code = nearest_codes(values, inverse, zero, cells, slope, middle, bend, reach, FORM, SEARCH)
+    # A scale may be far below the one that reaches the largest element.
+    code = codes_under(values, inverse, zero, values, cells, slope, middle, bend, reach, FORM, SEARCH, False, False)
     unit = units_of(code, zero, levels, FORM)
     error = values - product(unit, scale[:, None], FORM.element)
     squared, cross, square = error * error, error * unit, unit * unit
@@ -257,7 +229,7 @@ def codes_kernel(codes, scales, out, x, cells, x_stride, row_bytes, numel, tiles
     if ELEMENT == AFFINE:
         zero = tl.load(out + base + zeros_at + group + index, mask=here, other=0).to(tl.int32)
     inverse = reciprocal(tl.where(finite, scale, 1.0))
-    code = nearest_codes(values, inverse, zero, cells, slope, middle, bend, reach, FORM, SEARCH)
+    code = codes_under(values, inverse, zero, values, cells, slope, middle, bend, reach, FORM, SEARCH, False, False)
     nothing: tl.constexpr = (1 << (BITS - 1)) if ELEMENT == INT else 0
     code = tl.where(finite[:, None], code, nothing)
     if TILE.masked and BITS < 8 and (ELEMENT == AFFINE or ELEMENT == LEVELS):
