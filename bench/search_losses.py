@@ -55,19 +55,19 @@ class Loss(NamedTuple):
 LOSSES = {
     "nearest": Loss(codes="nearest"),
     "nearest codes, gain": Loss(codes="fitted", gain=1e4),
-    **{f"gain {gain:g}": Loss(gain=gain) for gain in (0, 1, 4, 16, 64, 1e4)},
+    **{f"gain {gain:g}": Loss(gain=gain) for gain in (0, 1, 4, 16, 64)},
     **{f"column 1, gain {gain:g}": Loss(column=1, gain=gain) for gain in (0, 4, 16, 64)},
     **{f"column .5, gain {gain:g}": Loss(column=0.5, gain=gain) for gain in (0, 16)},
-    **{f"column -1, gain {gain:g}": Loss(column=-1, gain=gain) for gain in (0, 16)},
-    **{f"magnitude {power:g}": Loss(magnitude=power) for power in (0.25, 0.5, 1)},
-    **{f"column 1, magnitude {power:g}": Loss(column=1, magnitude=power) for power in (0.5, 1)},
-    **{f"power {power:g}": Loss(power=power) for power in (2.5, 3, 4)},
+    "column -1, gain 0": Loss(column=-1),
+    **{f"magnitude {power:g}": Loss(magnitude=power) for power in (0.5, 1)},
+    "column 1, magnitude 1": Loss(column=1, magnitude=1),
+    **{f"power {power:g}": Loss(power=power) for power in (3, 4)},
     "column 1, power 3": Loss(column=1, power=3),
     "from 0.85": Loss(least=0.85),
     "column 1, from 0.85": Loss(column=1, least=0.85),
-    **{f"oracle, gain {gain:g}": Loss(oracle=True, gain=gain) for gain in (0, 4, 16, 64)},
+    **{f"oracle, gain {gain:g}": Loss(oracle=True, gain=gain) for gain in (0, 16)},
 }
-FEW = ("nearest", "gain 0", "gain 4", "gain 16", "gain 64", "column 1, gain 0", "column 1, gain 16", "magnitude 1")
+FEW = ("nearest", "gain 0", "gain 4", "gain 16", "column 1, gain 0", "column 1, gain 4", "column .5, gain 16")
 """The losses that are tried for the last two codecs."""
 
 
@@ -76,6 +76,8 @@ class Table(NamedTuple):
 
     levels: Tensor
     signed: bool
+    low: int = 0
+    high: int = 0
 
     @classmethod
     def of(cls, spec: str, device: torch.device) -> Table:
@@ -83,9 +85,11 @@ class Table(NamedTuple):
         if hasattr(codec, "levels"):
             return cls(codec.levels.to(device), False)
         half = 2 ** (codec.format.bits - 1)
-        return cls(torch.arange(-half, half, dtype=torch.float32, device=device), True)
+        return cls(torch.arange(-half, half, dtype=torch.float32, device=device), True, -half, half - 1)
 
     def units(self, ratio: Tensor) -> Tensor:
+        if self.signed:
+            return ratio.round().clamp(float(self.low), float(self.high))
         middles = (self.levels[1:] + self.levels[:-1]) / 2
         return self.levels[torch.bucketize(ratio, middles)]
 
@@ -102,7 +106,7 @@ def rounded(weight: Tensor, table: Table, block: int, loss: Loss, shift: int, in
 
     def tried(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale = scale.bfloat16().float()
-        scale = torch.where(scale.abs() < 1e-30, 1e-30, scale)
+        scale = torch.where(scale.abs() < 1e-30, torch.full_like(scale, 1e-30), scale)
         units = table.units(blocks / scale)
         error = blocks - units * scale
         lost = (counts * error.abs() ** loss.power).sum(1, keepdim=True)
@@ -171,7 +175,7 @@ def mean_squares(model: nn.Module, run: Callable[[], object]) -> dict[str, Tenso
 
 
 def language_model(paths: list[Path], windows: int, device: torch.device) -> Subject:
-    from language_model import SIZES
+    from language_model import SIZES, unpacked
 
     config = SIZES["full"]
     model = ByteGPT(config).eval()
@@ -202,16 +206,6 @@ def language_model(paths: list[Path], windows: int, device: torch.device) -> Sub
     weights = {name: weight.data for name, weight in model.named_parameters() if weight.dim() == 2}
     weights = {name: weight for name, weight in weights.items() if not name.startswith(("symbols", "positions"))}
     return Subject(model, weights, squares, judge)
-
-
-def unpacked(paths: list[Path]) -> dict[str, Tensor]:
-    """The state dict of files that hold matrices in int8, as codes and scales of blocks of 64."""
-    state = {}
-    for path in paths:
-        for name, value in torch.load(path, map_location="cpu").items():
-            packed = isinstance(value, dict)
-            state[name] = (value["q"].float() * value["s"].float()).view(value["shape"]) if packed else value
-    return state
 
 
 def minilm(device: torch.device, count: int) -> Subject:

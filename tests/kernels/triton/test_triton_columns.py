@@ -11,10 +11,13 @@ import pytest
 import torch
 
 import narrowcast as nc
+from narrowcast.codecs import grid as codec_grid
 from narrowcast.kernels import reference
 from narrowcast.kernels import triton as gpu
+from narrowcast.kernels.contract import Reference
 from narrowcast.kernels.layout import layout
 from narrowcast.kernels.operators import Kernel
+from narrowcast.nn.rounding.moments import Inputs
 from processes import in_interpreter
 
 CUDA = torch.cuda.is_available()
@@ -23,10 +26,7 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 pytest.importorskip("triton", reason="Triton is not installed")
 here = pytest.mark.skipif(not (CUDA or INTERPRETER), reason="the interpreter runs this in a process of its own")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 """numpy, behind the interpreter, remarks on infinities that the kernels mean to have."""
 
 SPECS = ("int4:block=64", "int3:block=32", "int8:block=row", "nf4", "apot4:block=24", "sign:block=32", "pot4")
@@ -106,6 +106,22 @@ def test_parts_of_a_matrix_are_rounded_where_they_lie(kernel: Kernel, part: slic
     found = kernel.round_columns(rows[:, part], square[part, part], *grid[:2], grid[2][part], recipes[1])  # type: ignore[index,arg-type]
     assert torch.equal(found[0].cpu(), expected[0])
     assert same_bits(found[1], expected[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("spec", ["int4:block=64", "nf4", "int3:zero_point=true"])
+@pytest.mark.parametrize("act_order", [True, False])
+def test_gptq_on_a_gpu_gives_the_bytes_of_the_reference_there(
+    monkeypatch: pytest.MonkeyPatch, spec: str, act_order: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 320, generator=generator).cuda()
+    x = (torch.randn(512, 40, generator=generator) @ torch.randn(40, 320, generator=generator)).cuda()
+    inputs, rounding = Inputs(x.t() @ x / len(x)), nc.nn.GPTQ(act_order=act_order)
+    found = rounding.round_rows(weight.clone(), nc.codec(spec), inputs)
+    monkeypatch.setattr(codec_grid, "kernel_for", lambda device_type: Reference())
+    assert torch.equal(found, rounding.round_rows(weight.clone(), nc.codec(spec), inputs))
 
 
 @pytest.mark.skipif(CUDA or INTERPRETER, reason="the tests above run here")
