@@ -169,7 +169,10 @@ def quantize(arguments: argparse.Namespace) -> None:
             rows.append(judged(codec, rounding, functools.partial(_ours, codec, rounding, data)))
     for name, trip in installed().items():
         if wanted.search(name):
-            rows.append(judged(name, "its own", functools.partial(round_by, trip)))
+            try:
+                rows.append(judged(name, "its own", functools.partial(round_by, trip)))
+            except Exception as error:  # a rival that does not run here is not the end of the table
+                print(f"{name}: does not run ({type(error).__name__}: {str(error)[:200]})", flush=True)
     about = facts(data=f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {saved['step']} steps")
     if arguments.out:
         _write(arguments.out, f"language_model-{device.type}", about, rows)

@@ -49,15 +49,21 @@ class Loss(NamedTuple):
     oracle: bool = False
     """Columns count by the mean squares of their inputs, which a search without data cannot know."""
     codes: str = "searched"
-    """`nearest`: no search; `fitted`: nearest codes, and then the scale that fits them under this loss."""
+    """`nearest`: no search; `fitted`: nearest codes, and then the scale that fits them under this loss; `library`: what
+    `Codec.encode_searched` makes of it, with its few candidates."""
 
 
-LOSSES = {
+LIBRARY = {
+    f"library, column {column:g}, gain {gain:g}": Loss(column, gain=gain, codes="library")
+    for column in (0, 0.5, 1)
+    for gain in (0, 1, 4, 16)
+}
+EXHAUSTIVE = {
     "nearest": Loss(codes="nearest"),
     "nearest codes, gain": Loss(codes="fitted", gain=1e4),
     **{f"gain {gain:g}": Loss(gain=gain) for gain in (0, 1, 4, 16, 64)},
     **{f"column 1, gain {gain:g}": Loss(column=1, gain=gain) for gain in (0, 4, 16, 64)},
-    **{f"column .5, gain {gain:g}": Loss(column=0.5, gain=gain) for gain in (0, 16)},
+    **{f"column .5, gain {gain:g}": Loss(column=0.5, gain=gain) for gain in (0, 4, 16)},
     "column -1, gain 0": Loss(column=-1),
     **{f"magnitude {power:g}": Loss(magnitude=power) for power in (0.5, 1)},
     "column 1, magnitude 1": Loss(column=1, magnitude=1),
@@ -67,6 +73,7 @@ LOSSES = {
     "column 1, from 0.85": Loss(column=1, least=0.85),
     **{f"oracle, gain {gain:g}": Loss(oracle=True, gain=gain) for gain in (0, 16)},
 }
+LOSSES = {**LIBRARY, **EXHAUSTIVE}
 FEW = ("nearest", "gain 0", "gain 4", "gain 16", "column 1, gain 0", "column 1, gain 4", "column .5, gain 16")
 """The losses that are tried for the last two codecs."""
 
@@ -94,11 +101,15 @@ class Table(NamedTuple):
         return self.levels[torch.bucketize(ratio, middles)]
 
 
-def rounded(weight: Tensor, table: Table, block: int, loss: Loss, shift: int, inputs: Tensor | None) -> Tensor:
+def rounded(weight: Tensor, spec: str, table: Table, loss: Loss, shift: int, inputs: Tensor | None) -> Tensor:
     """`weight` [rows, columns] after a trip through codes and bf16 scales."""
-    rolled = weight.float().roll(shift, 1)
-    blocks = rolled.reshape(-1, block)
-    counts = _counts(rolled, loss, None if inputs is None else inputs.roll(shift)).reshape(-1, block)
+    rolled, codec = weight.float().roll(shift, 1), nc.codec(spec)
+    counts = _counts(rolled, loss, None if inputs is None else inputs.roll(shift))
+    if loss.codes == "library":
+        rows = codec.encode_searched(rolled, counts[0].contiguous(), loss.gain)
+        return codec.decode(rows, rolled.shape[1]).roll(-shift, 1).to(weight.dtype)
+    block = int(codec.block or 0)
+    blocks, counts = rolled.reshape(-1, block), counts.reshape(-1, block)
     extreme = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
     first = extreme.abs() / float(table.levels.abs().max())
     first = first * torch.where(extreme > 0, -1.0, 1.0) if table.signed else first
@@ -236,14 +247,13 @@ def sweep(subject: Subject, codecs: list[str], losses: list[str], device: torch.
     rows = []
     kept = {name: weight.clone() for name, weight in subject.weights.items()}
     for spec in codecs:
-        table, block = Table.of(spec, device), int(nc.codec(spec).block or 0)
-        chosen = losses or list(LOSSES if spec in CODECS[:2] else FEW)
-        for name in chosen:
+        table = Table.of(spec, device)
+        for name in losses:
             figures: dict[str, float] = {}
             for shift in SHIFTS:
                 for key, weight in kept.items():
                     known = subject.inputs.get(key)
-                    subject.weights[key].copy_(rounded(weight, table, block, LOSSES[name], shift, known))
+                    subject.weights[key].copy_(rounded(weight, spec, table, LOSSES[name], shift, known))
                 for key, value in subject.judge().items():
                     figures[key] = figures.get(key, 0.0) + value / len(SHIFTS)
                     figures[f"{key} at {shift}"] = value
@@ -273,8 +283,13 @@ def main() -> None:
     start = time.perf_counter()
     together = correlations(subject)
     print(json.dumps(together), flush=True)
-    losses = [name for name in arguments.losses.split(";") if name]
-    rows = sweep(subject, arguments.codecs.split(","), losses, device)
+    losses, codecs = [name for name in arguments.losses.split(";") if name], arguments.codecs.split(",")
+    if losses:
+        rows = sweep(subject, codecs, losses, device)
+    else:
+        rows = sweep(subject, codecs, ["nearest", *LIBRARY], device)
+        rows += sweep(subject, codecs[:2], [name for name in EXHAUSTIVE if name != "nearest"], device)
+        rows += sweep(subject, codecs[2:], [name for name in FEW if name != "nearest"], device)
     print(f"{time.perf_counter() - start:.0f} s", flush=True)
     if arguments.out:
         (arguments.out / f"search_losses-{arguments.model}.json").write_text(

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from narrowcast.codecs import checks, fields
 from narrowcast.codecs.options import write_spec
+from narrowcast.errors import SpecError
 from narrowcast.kernels import operators
 from narrowcast.kernels.layout import ROW, Format, Recipe, layout
 from narrowcast.kernels.operators import linear as multiply
@@ -105,11 +106,16 @@ class Codec:
         seed = checks.seed(seed) if self.format.stochastic else 0
         return operators.encode(rows, self.recipe(rows.device), seed)
 
-    def encode_searched(self, rows: Tensor, importance: Tensor | None = None) -> Tensor:
-        """`encode` with the stored scales that lose least (reference/search.py); `importance` weighs elements."""
+    def encode_searched(self, rows: Tensor, importance: Tensor | None = None, gain: float = 0.0) -> Tensor:
+        """`encode` with the stored scales that lose least (reference/search.py).
+
+        `importance` weighs elements; `gain` says how much it counts if a block becomes smaller or larger as a whole.
+        """
         checks.float_rows(rows, "rows")
         flat = checks.as_matrix(rows, "rows")
-        return _shaped(operators.encode_searched(flat, importance, self.recipe(rows.device)), rows)
+        if not 0 <= gain < math.inf:
+            raise SpecError(f"gain={gain!r}: expected a number that is not negative, such as 0.0 or 4.0.")
+        return _shaped(operators.encode_searched(flat, importance, gain, self.recipe(rows.device)), rows)
 
     def decode(
         self, rows: Tensor, numel: int, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from narrowcast.codecs import tiles
 
+GAIN = 4.0
+"""How much it counts in a search that a block becomes smaller as a whole; see kernels/reference/search.py."""
 PRIOR = 16
 """Rows of average energy that are added to a column's own. An error counts (rows + PRIOR) / PRIOR times at most."""
 

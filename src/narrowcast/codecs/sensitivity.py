@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.codecs.base import Codec
-from narrowcast.codecs.columns import column_weights
+from narrowcast.codecs.columns import GAIN, column_weights
 from narrowcast.codecs.tiles import Read, tiles
 
 
@@ -112,6 +112,6 @@ def _add(statistics: Statistics, tile: Tensor, codecs: Sequence[Codec], searched
     statistics.total += float(values.sum(dtype=torch.float64))
     statistics.energy += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
     for codec in codecs:
-        rows = codec.encode_searched(values, weights) if searched else codec.encode(values, 0)
+        rows = codec.encode_searched(values, weights, GAIN) if searched else codec.encode(values, 0)
         decoded = codec.decode(rows, values.shape[1])
         statistics.noise[codec.spec] += float(torch.linalg.vector_norm(decoded.sub_(values), dtype=torch.float64)) ** 2

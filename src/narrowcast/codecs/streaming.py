@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowcast.codecs import fields, tiles
 from narrowcast.codecs.base import Codec
-from narrowcast.codecs.columns import column_weights
+from narrowcast.codecs.columns import GAIN, column_weights
 
 Read = Callable[[int, int], Tensor]
 """Of (start, stop): these elements or bytes, as a tensor of one dimension."""
@@ -41,7 +41,7 @@ def encode_tiles(
     else:
         for start, stop in tiles.tiles(rows, numel):
             tile = read(start * numel, stop * numel).view(stop - start, numel)
-            yield (codec.encode_searched(tile, weights) if searched else codec.encode(tile)).view(-1)
+            yield (codec.encode_searched(tile, weights, GAIN) if searched else codec.encode(tile)).view(-1)
 
 
 def decode_tiles(codec: Codec, rows: int, numel: int, read: Read, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -75,7 +75,7 @@ def _encode_row(codec: Codec, numel: int, read: Read, searched: bool, weights: T
     for start, stop in _cuts(codec, numel):
         part = read(start, stop)
         own = None if weights is None else weights[start:stop].contiguous()
-        row = codec.encode_searched(part, own) if searched else codec.encode(part)
+        row = codec.encode_searched(part, own, GAIN) if searched else codec.encode(part)
         codes, *parts = fields.regions(codec, row, stop - start)
         yield codes
         for place, (rest, part) in enumerate(zip(behind, parts, strict=True)):

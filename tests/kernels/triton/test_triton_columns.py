@@ -42,7 +42,7 @@ def kernel() -> Kernel:
 
 
 def grid_of(spec: str) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], nc.Codec]:
-    """A weight with zeros of both signs and numbers that overflow, its scales, and the blocks of columns in some order."""
+    """A weight with zeros of both signs and numbers that overflow, its scales, and the blocks of shuffled columns."""
     generator = torch.Generator().manual_seed(len(spec))
     weight = torch.randn(ROWS, NUMEL, generator=generator)
     codec = nc.codec(spec)

@@ -22,9 +22,9 @@ def round_columns(
 ) -> tuple[Tensor, Tensor]:
     """Round the columns of `weight` in order: their codes, and their errors over their own factor.
 
-    `factor` [columns, columns] is upper triangular. The error of a column, over its factor on the diagonal, times its row
-    of factors is subtracted from the columns behind it. Weights that are not finite count as `nan_to_num` has them. What
-    `weight` holds afterwards does not matter.
+    `factor` [columns, columns] is upper triangular. The error of a column, over its factor on the diagonal, times its
+    row of factors is subtracted from the columns behind it. Weights that are not finite count as `nan_to_num` has them.
+    What `weight` holds afterwards does not matter.
     """
     codes = torch.zeros(weight.shape, dtype=torch.int64, device=weight.device)
     errors = torch.zeros_like(weight)

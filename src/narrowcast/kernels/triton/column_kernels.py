@@ -6,7 +6,6 @@ and every operation is one of the reference's: the results are its bits.
 
 # Triton reads annotations: no `from __future__ import annotations` here. Its language is not one that mypy knows.
 # mypy: ignore-errors
-# ruff: noqa: RUF059
 import triton
 import triton.language as tl
 

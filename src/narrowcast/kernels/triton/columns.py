@@ -20,7 +20,7 @@ ROWS = 4
 
 def takes(rows: Tensor) -> bool:
     """Whether the kernels run: on no more columns than a program holds, each row side by side."""
-    return 0 < rows.numel() and rows.shape[1] <= COLUMNS and rows.stride(1) == 1
+    return rows.numel() > 0 and rows.shape[1] <= COLUMNS and rows.stride(1) == 1
 
 
 def round_columns(

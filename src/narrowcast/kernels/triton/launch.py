@@ -36,12 +36,14 @@ class Triton(Kernel):
         with _writable(out, 16) as target:
             encode(target, rows, recipe, seed)
 
-    def _encode_searched(self, out: Tensor, rows: Tensor, importance: Tensor | None, recipe: Recipe) -> None:
+    def _encode_searched(
+        self, out: Tensor, rows: Tensor, importance: Tensor | None, gain: float, recipe: Recipe
+    ) -> None:
         if rows.numel() == 0:
             return
         rows = rows if rows.shape[1] == 1 or rows.stride(1) == 1 else rows.contiguous()
         with _writable(out, 16) as target:
-            encode_searched(target, rows, importance, recipe)
+            encode_searched(target, rows, importance, gain, recipe)
 
     def _decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
         if out.numel() == 0:

@@ -12,7 +12,7 @@ import math
 from torch import Tensor
 
 from narrowcast.codecs import Codec
-from narrowcast.codecs.columns import column_weights
+from narrowcast.codecs.columns import GAIN, column_weights
 from narrowcast.codecs.payload import EncodedRows
 from narrowcast.nn.rounding.moments import InputMoments
 
@@ -21,7 +21,7 @@ def round_by_search(weight: Tensor, codec: Codec, lead: int, moments: InputMomen
     """Rows whose scales were searched; `moments` do not count."""
     rows = weight.detach().reshape(*weight.shape[:lead], math.prod(weight.shape[lead:]))
     weights = None if rows.device.type == "meta" else weights_of_columns(rows)
-    return EncodedRows(codec.encode_searched(rows, weights), codec, weight.shape, weight.dtype)
+    return EncodedRows(codec.encode_searched(rows, weights, GAIN), codec, weight.shape, weight.dtype)
 
 
 def weights_of_columns(rows: Tensor) -> Tensor | None:
