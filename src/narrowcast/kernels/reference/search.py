@@ -87,7 +87,10 @@ class Blocks(NamedTuple):
 
     def share(self) -> Tensor | None:
         """The gain over sum(w x x), for each block; None for no gain."""
-        return self.gain / self.total(self.x, self.x) if self.gain else None
+        if not self.gain:
+            return None
+        squares = self.total(self.x, self.x)
+        return torch.full_like(squares, self.gain) / squares  # a number over a tensor is rounded twice
 
     def total(self, *factors: Tensor) -> Tensor:
         """The sum over each block of a weighted product."""
