@@ -69,7 +69,7 @@ def test_blocks_of_many_pieces(kernel: Kernel, spec: str) -> None:
     for numel in (1000, 9000) if CUDA or spec == "int3:block=row" else (1000,):  # 9000: more than a program encodes
         x = torch.randn(3, numel, generator=generator)
         x[1] *= 1e30  # squares overflow: the scale stays that of nearest rounding
-        check(kernel, nc.codec(spec), x, torch.rand(numel, generator=generator), gain=3.0)
+        check(kernel, nc.codec(spec), x, torch.rand(numel, generator=generator), gain=3)
 
 
 @here

@@ -61,7 +61,7 @@ def _search(out: Tensor, rows: Tensor, importance: Tensor | None, gain: float, r
         row_bytes=where.row_bytes,
         count=blocks,
         pieces=pieces,
-        gain=gain,
+        gain=float(gain),  # an integer would be passed as one
         top_scale=scaling(format, recipe.peak).limit,
         **places(format, numel),
         **searching(recipe.table, x),
