@@ -27,7 +27,6 @@ from torch import Tensor
 
 from narrowcast.codecs import checks, fields
 from narrowcast.codecs.options import write_spec
-from narrowcast.errors import SpecError
 from narrowcast.kernels import operators
 from narrowcast.kernels.layout import ROW, Format, Recipe, layout
 from narrowcast.kernels.operators import linear as multiply
@@ -107,14 +106,10 @@ class Codec:
         return operators.encode(rows, self.recipe(rows.device), seed)
 
     def encode_searched(self, rows: Tensor, importance: Tensor | None = None, gain: float = 0.0) -> Tensor:
-        """`encode` with the stored scales that lose least (reference/search.py).
-
-        `importance` weighs elements; `gain` says how much it counts if a block becomes smaller or larger as a whole.
-        """
+        """`encode` with the stored scales that lose least; reference/search.py says what `importance` and `gain` are."""
         checks.float_rows(rows, "rows")
+        checks.gain(gain)
         flat = checks.as_matrix(rows, "rows")
-        if not 0 <= gain < math.inf:
-            raise SpecError(f"gain={gain!r}: expected a number that is not negative, such as 0.0 or 4.0.")
         return _shaped(operators.encode_searched(flat, importance, gain, self.recipe(rows.device)), rows)
 
     def decode(

@@ -49,6 +49,9 @@ one, each fitted three times. Scales of the other sign were tried and are not wo
 POWERS = (0.5, 0.25)
 """The same for scales that are powers of two."""
 REFINEMENTS = 1
+GAIN = 4.0
+"""The gain of a search that knows nothing of inputs (`rounding="search"`). Chosen on two models (docs/rounding.md):
+without it, searched scales of a language model lose more than nearest ones."""
 LANES = 64
 
 
