@@ -106,7 +106,7 @@ class Codec:
         return operators.encode(rows, self.recipe(rows.device), seed)
 
     def encode_searched(self, rows: Tensor, importance: Tensor | None = None, gain: float = 0.0) -> Tensor:
-        """`encode` with the stored scales that lose least; reference/search.py says what `importance` and `gain` are."""
+        """`encode` with the stored scales that lose least; reference/search.py has `importance` and `gain`."""
         checks.float_rows(rows, "rows")
         checks.gain(gain)
         flat = checks.as_matrix(rows, "rows")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
+from cases import block_size
 from narrowcast.kernels.reference.search import GAIN
 
 
@@ -38,8 +39,9 @@ def test_the_report_compares_with_nearest() -> None:
     report = nc.quantize_(model, "int4", rounding="search")
     (entry,) = report.entries
     assert entry.error < entry.nearest_error
-    error = floats - model[0].decoded().double()
-    lacking = (error * floats).sum(1).square() / floats.square().sum(1)  # a row is a block here
+    size = block_size(nc.codec("int4"), 128)
+    exact, error = floats.view(-1, size), (floats - model[0].decoded().double()).view(-1, size)
+    lacking = (error * exact).sum(1).square() / exact.square().sum(1)
     assert entry.error == pytest.approx(float((error.square().sum() + GAIN * lacking.sum()) / floats.square().sum()))
     assert "output error" in str(report)
     assert report.to_dict()["entries"][0]["rounding"] == "search"

@@ -16,7 +16,9 @@ from narrowcast.kernels.reference.search import GAIN
 from narrowcast.nn.rounding.moments import InputMoments
 
 
-def round_by_search(weight: Tensor, codec: Codec, lead: int, moments: InputMoments | None = None) -> EncodedRows:
+def round_by_search(
+    weight: Tensor, codec: Codec, lead: int, moments: InputMoments | None = None, gain: float = GAIN
+) -> EncodedRows:
     """Rows whose scales were searched; `moments` do not count."""
     rows = weight.detach().reshape(*weight.shape[:lead], math.prod(weight.shape[lead:]))
-    return EncodedRows(codec.encode_searched(rows, gain=GAIN), codec, weight.shape, weight.dtype)
+    return EncodedRows(codec.encode_searched(rows, gain=gain), codec, weight.shape, weight.dtype)
