@@ -10,9 +10,9 @@ perplexity, per byte, is that of held-out text. Training runs in bf16 autocast o
 cosine, from one seed; it saves a checkpoint every SAVE steps, and resumes from it when it is started again with the
 same arguments. Its loss is printed as it falls.
 
-`quantize` calibrates gptq on training text, quantizes the linear layers of a copy for each codec and rounding, and
-prints perplexities beside the float model's and those of rivals that are installed (language_model_rivals.py), with
-bits a weight, seconds and the peak of memory.
+`quantize` calibrates gptq on training text (of the standard library), quantizes the linear layers of a copy for each
+codec and rounding, and prints perplexities beside the float model's and those of rivals that are installed
+(language_model_rivals.py), with bits a weight, seconds and the peak of memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import functools
 import itertools
 import json
 import math
+import re
 import resource
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +144,13 @@ def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: 
 def quantize(arguments: argparse.Namespace) -> None:
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = SIZES[arguments.size]
-    saved = torch.load(arguments.folder / "checkpoint.pt", map_location=device)
+    saved = {"model": unpacked(arguments.packed), "step": "packed"} if arguments.packed else None
+    saved = saved or torch.load(arguments.folder / "checkpoint.pt", map_location=device)
     model = ByteGPT(config).to(device).eval()
     model.load_state_dict(saved["model"])
     model = model.bfloat16() if device.type == "cuda" else model
-    learned, held_out = texts(arguments.size)
-    samples = batches(learned, config.context, 8, seed=2)
+    held_out = stdlib_text(held_out=True)
+    samples = batches(stdlib_text(), config.context, 8, seed=2)
     data = [next(samples)[0].to(device) for _ in range(arguments.samples // 8)]
 
     def judged(name: str, rounding: str, work: Callable[[nn.Module], float]) -> Row:
@@ -161,13 +163,29 @@ def quantize(arguments: argparse.Namespace) -> None:
 
     exact = perplexity(model, held_out, config.context, device, arguments.windows)
     rows = [judged("float", "", lambda rounded: 8 * rounded.following.weight.element_size())]  # type: ignore[union-attr,operator]
+    wanted = re.compile(arguments.only)
     for codec, rounding in itertools.product(CODECS, ("nearest", "search", "gptq")):
-        rows.append(judged(codec, rounding, functools.partial(_ours, codec, rounding, data)))
+        if wanted.search(f"{codec} {rounding}"):
+            rows.append(judged(codec, rounding, functools.partial(_ours, codec, rounding, data)))
     for name, trip in installed().items():
-        rows.append(judged(name, "its own", functools.partial(round_by, trip)))
+        if wanted.search(name):
+            try:
+                rows.append(judged(name, "its own", functools.partial(round_by, trip)))
+            except Exception as error:  # a rival that does not run here is not the end of the table
+                print(f"{name}: does not run ({type(error).__name__}: {str(error)[:200]})", flush=True)
     about = facts(data=f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {saved['step']} steps")
     if arguments.out:
         _write(arguments.out, f"language_model-{device.type}", about, rows)
+
+
+def unpacked(paths: Sequence[Path]) -> dict[str, Tensor]:
+    """The state dict of files that hold matrices in int8, as codes and scales of blocks of 64."""
+    state = {}
+    for path in paths:
+        for name, value in torch.load(path, map_location="cpu").items():
+            packed = isinstance(value, dict)
+            state[name] = (value["q"].float() * value["s"].float()).view(value["shape"]) if packed else value
+    return state
 
 
 def _ours(codec: str, rounding: str, data: list[Tensor], model: nn.Module) -> float:
@@ -213,7 +231,9 @@ def _line(row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["train", "quantize"])
-    parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint lies")
+    parser.add_argument("--folder", type=Path, default=Path(), help="where the checkpoint lies")
+    parser.add_argument("--packed", type=Path, nargs="*", default=[], help="files of int8 weights, in its place")
+    parser.add_argument("--only", default="", help="a regular expression of codecs, roundings and rivals")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--samples", type=int, default=128, help="windows that gptq is calibrated on")

@@ -4,8 +4,9 @@
 
 The model and the judge are those of bench/quality.py. "same kind" calibrates on 60 other sentences of the same kind
 (first sentences of docstrings), "other kind" on 60 paragraphs of Python's language reference (pydoc_data.topics).
-Every row has the same bytes as nearest rounding. Competitors run in the same process where they are installed:
-bitsandbytes nf4 (block 64, the same bits but for fp32 scales) and torchao's HQQ (int4 with zero points, block 64).
+Every row has the same bytes as nearest rounding. Competitors run in the same process where they are installed: those of
+language_model_rivals.py (HQQ's own package, torchao's plain int4 and its HQQ, bitsandbytes nf4). They have zero points
+(4.5 bits) or fp32 scales (4.5 bits) where `int4:block=64` takes 4.25. `--roundings` takes a part of the table.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 import narrowcast as nc
+from language_model_rivals import Trip, installed
 from machine import facts
 from quality import Judge, embed, folder, sentences
 
@@ -68,12 +70,15 @@ def judged(judge: Judge, change: Callable[[nn.Module], object]) -> Row:
     return {"cosine_mean": float(cosines.mean()), "cosine_min": float(cosines.min()), "seconds": seconds}
 
 
-def ours(judge: Judge, specs: list[str], data: dict[str, list[dict[str, Tensor]]]) -> list[Row]:
+def ours(
+    judge: Judge, specs: list[str], data: dict[str, list[dict[str, Tensor]]], roundings: tuple[str, ...]
+) -> list[Row]:
     rows = []
     for spec in specs:
         ways: dict[str, dict[str, Any]] = {"nearest": {}, "search": {"rounding": "search"}}
         ways |= {f"gptq, {kind}": {"rounding": "gptq", "data": batches} for kind, batches in data.items()}
-        for name, options in ways.items():
+        for name in (name for name in ways if name.startswith(roundings)):
+            options = ways[name]
             row = judged(judge, lambda model, spec=spec, options=options: nc.quantize_(model, spec, **options))
             rows.append({"codec": spec, "rounding": name, **row})
             print(_line(rows[-1]), flush=True)
@@ -82,9 +87,9 @@ def ours(judge: Judge, specs: list[str], data: dict[str, list[dict[str, Tensor]]
 
 def competitors(judge: Judge) -> list[Row]:
     rows = []
-    for name, change in (("bitsandbytes nf4", _bitsandbytes), ("torchao int4 HQQ, zero points", _hqq)):
+    for name, trip in installed().items():
         try:
-            row = judged(judge, change)
+            row = judged(judge, lambda model, trip=trip: _replace(model, trip))
         except Exception as error:  # a competitor that does not run here is a line of the table, not the end of it
             row = {"cosine_mean": float("nan"), "cosine_min": float("nan"), "seconds": float("nan")}
             name = f"{name}: does not run ({type(error).__name__}: {str(error)[:80]})"
@@ -93,38 +98,12 @@ def competitors(judge: Judge) -> list[Row]:
     return rows
 
 
-def _replace(model: nn.Module, rounded: Callable[[Tensor], Tensor]) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.copy_(rounded(parameter.detach()).to(parameter.dtype))
-
-
-def _bitsandbytes(model: nn.Module) -> None:
-    from bitsandbytes import functional
-
-    def rounded(weight: Tensor) -> Tensor:
-        packed, state = functional.quantize_4bit(weight.contiguous(), blocksize=64, quant_type="nf4")
-        return functional.dequantize_4bit(packed, state)  # type: ignore[no-any-return]
-
-    _replace(model, rounded)
-
-
-def _hqq(model: nn.Module) -> None:
-    from torchao.quantization.quant_primitives import (
-        _choose_qparams_and_quantize_affine_hqq as choose,
-    )
-
-    def rounded(weight: Tensor) -> Tensor:
-        codes, scale, zero, _ = choose(
-            weight, nbits=4, group_size=64, axis=1, compute_dtype=torch.float32, device="cpu"
-        )
-        codes, scale, zero = codes.float().view(-1, 64), scale.float().view(-1, 1), zero.float().view(-1, 1)
-        plain = ((codes - zero) * scale).view(weight.shape)
-        tinygemm = ((codes - 8) * scale + zero).view(weight.shape)  # torchao's other convention for zero points
-        return min(plain, tinygemm, key=lambda some: float((some - weight).square().sum()))
-
-    _replace(model, rounded)
+@torch.no_grad()
+def _replace(model: nn.Module, trip: Trip) -> None:
+    """Replace all matrices, tables of embeddings too, by what a competitor leaves of them."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.copy_(trip(parameter.detach())[0].to(parameter.dtype))
 
 
 def _line(row: Row) -> str:
@@ -140,11 +119,13 @@ def main() -> None:
     parser.add_argument("--sentences", type=int, default=120)
     parser.add_argument("--codecs", default=",".join(CODECS))
     parser.add_argument("--kinds", default="same kind,other kind", help="what gptq is calibrated on")
+    parser.add_argument("--roundings", default="nearest,search,gptq")
     arguments = parser.parse_args()
     judge = Judge(arguments.sentences)
     about = facts(data=f"all-MiniLM-L6-v2 in fp32, {len(judge.sentences)} sentences of Python's standard library")
     data = {kind: batches for kind, batches in calibration(judge.sentences).items() if kind in arguments.kinds}
-    rows = ours(judge, arguments.codecs.split(","), data) + competitors(judge)
+    roundings = tuple(arguments.roundings.split(","))
+    rows = ours(judge, arguments.codecs.split(","), data, roundings) + competitors(judge)
     about["peak memory"] = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB, the whole run"
     lines = ["# What each rounding leaves of a real model", "", *(f"- {key}: {value}" for key, value in about.items())]
     lines += ["", "| codec | rounding | mean cosine | lowest | seconds | target |", "|---|---|---:|---:|---:|---|"]

@@ -141,8 +141,8 @@ def arguments_of(operator: str, codec: Codec, device: str) -> tuple[object, ...]
     return {
         "encode": (x, *recipe, 1),
         "encode_": (torch.zeros_like(rows), x, *recipe, 1),
-        "encode_searched": (x, None, *recipe),
-        "encode_searched_": (torch.zeros_like(rows), x, None, *recipe),
+        "encode_searched": (x, None, 2.0, *recipe),
+        "encode_searched_": (torch.zeros_like(rows), x, None, 2.0, *recipe),
         "decode": (rows, 75, torch.bfloat16, *recipe),
         "decode_": (torch.zeros(3, 75, device=device), rows, *recipe),
         "decode_sum": (rows, 75, torch.float32, *recipe, *sums),

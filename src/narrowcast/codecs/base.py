@@ -105,11 +105,12 @@ class Codec:
         seed = checks.seed(seed) if self.format.stochastic else 0
         return operators.encode(rows, self.recipe(rows.device), seed)
 
-    def encode_searched(self, rows: Tensor, importance: Tensor | None = None) -> Tensor:
-        """`encode` with the stored scales that lose least (reference/search.py); `importance` weighs elements."""
+    def encode_searched(self, rows: Tensor, importance: Tensor | None = None, gain: float = 0.0) -> Tensor:
+        """`encode` with the stored scales that lose least; reference/search.py has `importance` and `gain`."""
         checks.float_rows(rows, "rows")
+        checks.gain(gain)
         flat = checks.as_matrix(rows, "rows")
-        return _shaped(operators.encode_searched(flat, importance, self.recipe(rows.device)), rows)
+        return _shaped(operators.encode_searched(flat, importance, gain, self.recipe(rows.device)), rows)
 
     def decode(
         self, rows: Tensor, numel: int, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None

@@ -179,3 +179,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def describe(tensor: Tensor) -> str:
     """`float32 [2, 3]`: a tensor as messages say it."""
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+def gain(value: float) -> None:
+    """How much it counts in a search that a block becomes smaller or larger as a whole."""
+    if not 0 <= value < math.inf:
+        raise SpecError(f"gain={value!r}: expected a number that is not negative, such as 0.0 or 4.0.")

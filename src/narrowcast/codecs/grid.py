@@ -1,8 +1,8 @@
-"""The grid of rows whose scales are known: numbers to codes, and codes to numbers.
+"""The grid of rows whose scales are known: codes of columns, one after another.
 
 `encode` chooses scales and codes together. A rounding that chooses the codes of a row one element after another has
 its scales first. A `Grid` holds the scales and zero points of rows, as `Codec.split` gives them, and turns columns of
-numbers into codes (the nearest ones; stochastic codecs too) and back. `Codec.join` makes rows of the codes.
+numbers into codes (the nearest ones; stochastic codecs too). `Codec.join` makes rows of the codes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from narrowcast.codecs.base import Codec
 from narrowcast.codecs.fields import Fields
-from narrowcast.kernels.layout import FLT_MIN, Recipe, layout, scaling
-from narrowcast.kernels.reference import casts, codes, search
+from narrowcast.kernels.layout import FLT_MIN, layout, scaling
+from narrowcast.kernels.operators.dispatch import kernel_for
+from narrowcast.kernels.reference import search
 
 
 class Grid(NamedTuple):
@@ -31,19 +32,18 @@ class Grid(NamedTuple):
         """The grid of rows that were split."""
         return cls(codec, fields.codes.shape[-1], fields.scales, fields.zero_points)
 
-    def codes(self, x: Tensor, column: int) -> Tensor:
-        """The codes of `x` [rows], the elements in one column of the rows, as int64."""
-        if self.scales is None:
-            return casts.cast_bits(x, self.codec.format.element).long()
-        scale, zeros = self._block(column)
-        return codes.quantize(x, scale, zeros, self._recipe(x), None).long()
+    def round_columns(self, weight: Tensor, factor: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Round these columns of the rows, `weight` [rows, columns], in order: codes, and errors over their factors.
 
-    def values(self, chosen: Tensor, column: int) -> Tensor:
-        """What codes [rows] of a column decode to, in fp32."""
-        if self.scales is None:
-            return casts.cast_value(chosen, self.codec.format.element)
-        scale, zeros = self._block(column)
-        return codes.dequantize(chosen, scale, zeros, self._recipe(chosen))
+        Each error changes the columns behind it by its factors [columns, columns]; see kernels/reference/columns.py.
+        """
+        kernel = kernel_for(weight.device.type)
+        return kernel.round_columns(weight, factor, *self._under(columns), self.codec.recipe(weight.device))
+
+    def choose_columns(self, values: Tensor, slope: Tensor, moments: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the codes of these columns in order, given all others: codes, and how much `values` changed."""
+        kernel = kernel_for(values.device.type)
+        return kernel.choose_columns(values, slope, moments, *self._under(columns), self.codec.recipe(values.device))
 
     def join(self, chosen: Tensor) -> Tensor:
         """Rows of bytes that hold codes [rows, numel]."""
@@ -57,12 +57,8 @@ class Grid(NamedTuple):
         allowed = (stored.abs() if format.signed_scale else stored) >= FLT_MIN  # no NaN either
         return self._replace(scales=torch.where(allowed, stored, self.scales).contiguous())
 
-    def _block(self, column: int) -> tuple[Tensor, Tensor]:
-        assert self.scales is not None
-        block = column // layout(self.codec.format, self.numel).block_size
-        scale = self.scales[:, block]
-        zeros = scale if self.zero_points is None else self.zero_points[:, block]
-        return scale, zeros.long() if self.zero_points is not None else torch.zeros_like(scale, dtype=torch.int64)
-
-    def _recipe(self, like: Tensor) -> Recipe:
-        return self.codec.recipe(like.device)
+    def _under(self, columns: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """The scales, the zero points, and which of them belong to columns."""
+        if self.scales is None:
+            return None, None, columns  # which block does not matter
+        return self.scales, self.zero_points, columns // layout(self.codec.format, self.numel).block_size

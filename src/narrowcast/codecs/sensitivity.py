@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from narrowcast.codecs.base import Codec
-from narrowcast.codecs.columns import column_weights
 from narrowcast.codecs.tiles import Read, tiles
+from narrowcast.kernels.reference.search import GAIN
 
 
 @dataclass
@@ -97,21 +97,20 @@ def measure(
     for codec in codecs:
         statistics.noise[codec.spec] = 0.0
         statistics.nbytes[codec.spec] = rows * codec.row_bytes(columns)
-    weights = column_weights(rows, columns, read) if searched else None
     for start, stop in tiles(rows, columns):
         tile = read(start, stop)
-        _add(statistics, tile, codecs, searched, weights)
+        _add(statistics, tile, codecs, searched)
         advance(tile.numel())
     return statistics
 
 
-def _add(statistics: Statistics, tile: Tensor, codecs: Sequence[Codec], searched: bool, weights: Tensor | None) -> None:
+def _add(statistics: Statistics, tile: Tensor, codecs: Sequence[Codec], searched: bool) -> None:
     values = tile.detach().float()
     low, high = torch.aminmax(values)
     statistics.lowest, statistics.highest = min(statistics.lowest, float(low)), max(statistics.highest, float(high))
     statistics.total += float(values.sum(dtype=torch.float64))
     statistics.energy += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
     for codec in codecs:
-        rows = codec.encode_searched(values, weights) if searched else codec.encode(values, 0)
+        rows = codec.encode_searched(values, gain=GAIN) if searched else codec.encode(values, 0)
         decoded = codec.decode(rows, values.shape[1])
         statistics.noise[codec.spec] += float(torch.linalg.vector_norm(decoded.sub_(values), dtype=torch.float64)) ** 2

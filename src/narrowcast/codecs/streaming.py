@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowcast.codecs import fields, tiles
 from narrowcast.codecs.base import Codec
-from narrowcast.codecs.columns import column_weights
+from narrowcast.kernels.reference.search import GAIN
 
 Read = Callable[[int, int], Tensor]
 """Of (start, stop): these elements or bytes, as a tensor of one dimension."""
@@ -28,20 +28,17 @@ Read = Callable[[int, int], Tensor]
 def encode_tiles(
     codec: Codec, rows: int, numel: int, read: Read, seed: int = 0, *, searched: bool = False
 ) -> Iterator[Tensor]:
-    """The bytes of `rows` rows of `numel` elements each, in order: of `encode`, or of a search by `column_weights`."""
-    weights = None
-    if searched:
-        weights = column_weights(rows, numel, lambda start, stop: read(start * numel, stop * numel).view(-1, numel))
+    """The bytes of `rows` rows of `numel` elements each, in order: of `encode`, or of a search."""
     if codec.stochastic and not searched:
         if rows * numel:
             yield codec.encode(read(0, rows * numel).view(rows, numel), seed).view(-1)
     elif _cut_rows(codec, numel):
         for row in range(rows):
-            yield from _encode_row(codec, numel, _from(read, row * numel), searched, weights)
+            yield from _encode_row(codec, numel, _from(read, row * numel), searched)
     else:
         for start, stop in tiles.tiles(rows, numel):
             tile = read(start * numel, stop * numel).view(stop - start, numel)
-            yield (codec.encode_searched(tile, weights) if searched else codec.encode(tile)).view(-1)
+            yield (codec.encode_searched(tile, gain=GAIN) if searched else codec.encode(tile)).view(-1)
 
 
 def decode_tiles(codec: Codec, rows: int, numel: int, read: Read, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -70,12 +67,11 @@ def _cuts(codec: Codec, numel: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, numel)
 
 
-def _encode_row(codec: Codec, numel: int, read: Read, searched: bool, weights: Tensor | None) -> Iterator[Tensor]:
+def _encode_row(codec: Codec, numel: int, read: Read, searched: bool) -> Iterator[Tensor]:
     end, *behind = fields.new_end(codec, numel)
     for start, stop in _cuts(codec, numel):
         part = read(start, stop)
-        own = None if weights is None else weights[start:stop].contiguous()
-        row = codec.encode_searched(part, own) if searched else codec.encode(part)
+        row = codec.encode_searched(part, gain=GAIN) if searched else codec.encode(part)
         codes, *parts = fields.regions(codec, row, stop - start)
         yield codes
         for place, (rest, part) in enumerate(zip(behind, parts, strict=True)):

@@ -44,7 +44,7 @@ def encode(rows: Tensor, recipe: Recipe, seed: int) -> Result:
     return (size[0], layout(recipe.format, size[1]).row_bytes), _UINT8
 
 
-def encode_searched(rows: Tensor, importance: Tensor | None, recipe: Recipe) -> Result:
+def encode_searched(rows: Tensor, importance: Tensor | None, gain: float, recipe: Recipe) -> Result:
     """`rows` [rows, numel] and fp32 `importance` [numel] to [rows, row_bytes]."""
     result = encode(rows, recipe, 0)
     if importance is not None:

@@ -90,6 +90,31 @@ class Kernel:
         moments.adamw(parameter, first, second, grad, recipe, seed, takes_momentum, step)
         self._adamw(parameter, first, second, grad, recipe, seed, takes_momentum, step)
 
+    def round_columns(
+        self,
+        weight: Tensor,
+        factor: Tensor,
+        scales: Tensor | None,
+        zeros: Tensor | None,
+        blocks: Tensor,
+        recipe: Recipe,
+    ) -> tuple[Tensor, Tensor]:
+        """Codes and errors of columns, rounded in order (reference/columns.py)."""
+        return reference.round_columns(weight, factor, scales, zeros, blocks, recipe)
+
+    def choose_columns(
+        self,
+        values: Tensor,
+        slope: Tensor,
+        moments: Tensor,
+        scales: Tensor | None,
+        zeros: Tensor | None,
+        blocks: Tensor,
+        recipe: Recipe,
+    ) -> tuple[Tensor, Tensor]:
+        """Codes and changes of columns, each chosen given all others (reference/columns.py)."""
+        return reference.choose_columns(values, slope, moments, scales, zeros, blocks, recipe)
+
     def fresh(self, out: Tensor) -> None:
         """A hint: `out` is new memory, about to be written whole."""
 

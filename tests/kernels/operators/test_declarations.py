@@ -18,9 +18,10 @@ EVERY = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: o
 SCHEMAS = {
     "encode": "(Tensor rows, int[] format, float peak, Tensor? table, int seed) -> Tensor",
     "encode_": "(Tensor(a!) out, Tensor rows, int[] format, float peak, Tensor? table, int seed) -> ()",
-    "encode_searched": "(Tensor rows, Tensor? importance, int[] format, float peak, Tensor? table) -> Tensor",
-    "encode_searched_": "(Tensor(a!) out, Tensor rows, Tensor? importance, int[] format, float peak, Tensor? table) "
-    "-> ()",
+    "encode_searched": "(Tensor rows, Tensor? importance, float gain, int[] format, float peak, Tensor? table) "
+    "-> Tensor",
+    "encode_searched_": "(Tensor(a!) out, Tensor rows, Tensor? importance, float gain, int[] format, float peak, "
+    "Tensor? table) -> ()",
     "decode": "(Tensor data, SymInt numel, ScalarType dtype, int[] format, float peak, Tensor? table) -> Tensor",
     "decode_": "(Tensor(a!) out, Tensor data, int[] format, float peak, Tensor? table) -> ()",
     "decode_sum": "(Tensor data, SymInt numel, ScalarType dtype, int[] format, float peak, Tensor? table, Tensor? own, "

@@ -39,12 +39,12 @@ def kernel() -> Kernel:
     return found
 
 
-def check(kernel: Kernel, codec: nc.Codec, x: torch.Tensor, importance: torch.Tensor | None) -> None:
+def check(kernel: Kernel, codec: nc.Codec, x: torch.Tensor, importance: torch.Tensor | None, gain: float = 0.0) -> None:
     """The kernel gives the bytes that the reference gives on the CPU."""
-    expected = search.encode_searched(x, importance, codec.recipe(torch.device("cpu")))
+    expected = search.encode_searched(x, importance, gain, codec.recipe(torch.device("cpu")))
     out = torch.full_like(expected, 7, device=DEVICE)
     weights = None if importance is None else importance.to(DEVICE)
-    kernel.encode_searched(out, x.to(DEVICE), weights, codec.recipe(DEVICE))
+    kernel.encode_searched(out, x.to(DEVICE), weights, gain, codec.recipe(DEVICE))
     differing = (out.cpu() != expected).any(1).nonzero().flatten().tolist()
     assert not differing, f"{codec.spec}: rows {differing} differ"
 
@@ -55,7 +55,7 @@ def check(kernel: Kernel, codec: nc.Codec, x: torch.Tensor, importance: torch.Te
 def test_codecs_of_every_kind_have_the_bytes_of_the_reference(kernel: Kernel, spec: str, numel: int) -> None:
     x = mixed(4 * numel, seed=numel).view(4, numel)
     x[1, 0], x[2] = float("nan"), 0.0
-    check(kernel, CODECS[spec], x, torch.rand(numel, generator=torch.Generator().manual_seed(3)) + 0.1)
+    check(kernel, CODECS[spec], x, torch.rand(numel, generator=torch.Generator().manual_seed(3)) + 0.1, gain=3.0)
     if CUDA or spec in ("int4", "nf4"):
         check(kernel, CODECS[spec], x, None)
 
@@ -69,7 +69,7 @@ def test_blocks_of_many_pieces(kernel: Kernel, spec: str) -> None:
     for numel in (1000, 9000) if CUDA or spec == "int3:block=row" else (1000,):  # 9000: more than a program encodes
         x = torch.randn(3, numel, generator=generator)
         x[1] *= 1e30  # squares overflow: the scale stays that of nearest rounding
-        check(kernel, nc.codec(spec), x, torch.rand(numel, generator=generator))
+        check(kernel, nc.codec(spec), x, torch.rand(numel, generator=generator), gain=3)
 
 
 @here
@@ -85,7 +85,7 @@ def test_nothing_to_encode(kernel: Kernel) -> None:
     codec = nc.codec("int4")
     for shape in ((0, 64), (2, 0)):
         out = torch.empty(shape[0], codec.row_bytes(shape[1]), dtype=torch.uint8, device=DEVICE)
-        kernel.encode_searched(out, torch.empty(shape, device=DEVICE), None, codec.recipe(DEVICE))
+        kernel.encode_searched(out, torch.empty(shape, device=DEVICE), None, 0.0, codec.recipe(DEVICE))
 
 
 @pytest.mark.gpu

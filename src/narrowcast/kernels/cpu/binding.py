@@ -66,7 +66,7 @@ class Native(Kernel):
         self._nc_fresh = library.nc_fresh
         self._nc_fresh.argtypes, self._nc_fresh.restype = (address, i64), None
         self._nc_encode = _function(library, "nc_encode", address, address, i32, i64, i64, address, i64, i64, i32, i32)
-        searched = (address, address, i32, i64, i64, address, address, i64, i64, address, i64, i32, i32)
+        searched = (address, address, i32, i64, i64, address, c_float, address, i64, i64, address, i64, i32, i32)
         self._nc_encode_searched = _function(library, "nc_encode_searched", *searched)
         self._nc_decode = _function(library, "nc_decode", address, address, i64, i64, address, i32, i64, i32, i32)
         self._nc_decode_sum = _function(library, "nc_decode_sum", *summands, address, i32, i32, i32)
@@ -93,7 +93,9 @@ class Native(Kernel):
             source, target = (rows.data_ptr(), DTYPES[rows.dtype], stride, count), (out.data_ptr(), out.stride()[0])
             _check(self._nc_encode(spec_of(recipe, numel), *source, *target, seed, _threads(elements), self._isa))
 
-    def _encode_searched(self, out: Tensor, rows: Tensor, importance: Tensor | None, recipe: Recipe) -> None:
+    def _encode_searched(
+        self, out: Tensor, rows: Tensor, importance: Tensor | None, gain: float, recipe: Recipe
+    ) -> None:
         count, numel = rows.shape
         if recipe.format.scale == Scale.NONE or not count * numel:
             self._encode(out, rows, recipe, 0)
@@ -103,7 +105,7 @@ class Native(Kernel):
         tried = search.candidates(recipe.format)
         factors = (c_float * len(tried))(*tried)
         weights = None if importance is None else importance.data_ptr()
-        how = weights, ctypes.addressof(factors), len(tried), search.REFINEMENTS
+        how = weights, gain, ctypes.addressof(factors), len(tried), search.REFINEMENTS
         target = out.data_ptr(), out.stride()[0]
         threads = _threads((1 + len(tried)) * count * numel)
         _check(self._nc_encode_searched(spec_of(recipe, numel), *source, *how, *target, threads, self._isa))

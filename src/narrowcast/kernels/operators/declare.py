@@ -22,6 +22,7 @@ TYPES = {
     "Tensor | None": "Tensor? {}",
     "Count": "SymInt {}",
     "int": "int {}",
+    "float": "float {}",
     "bool": "bool {}",
     "Sequence[int]": "int[] {}",
     "torch.dtype": "ScalarType {}",

@@ -10,10 +10,12 @@ only the mean of `sign` is summed in fp64. Nothing here is clever, nothing here 
     casts, draws   fp32 and the other floats; the random numbers of stochastic rounding
     products       linear, integer_linear, integer_conv
     grids          fake quantization, forward and backward
+    columns        codes of rows, one column after another, for gptq
     moments        a step of AdamW on moments that are held in rows
 """
 
 from narrowcast.kernels.reference.codes import pack, unpack
+from narrowcast.kernels.reference.columns import choose_columns, round_columns
 from narrowcast.kernels.reference.grids import fake_quantize, fake_quantize_backward
 from narrowcast.kernels.reference.moments import adamw, encode_second
 from narrowcast.kernels.reference.products import convolve_levels, integer_conv, integer_linear, linear
@@ -23,6 +25,7 @@ from narrowcast.kernels.reference.search import encode_searched
 
 __all__ = [
     "adamw",
+    "choose_columns",
     "convolve_levels",
     "decode",
     "decode_sum",
@@ -36,6 +39,7 @@ __all__ = [
     "integer_linear",
     "linear",
     "pack",
+    "round_columns",
     "scale_bits",
     "scale_value",
     "unpack",

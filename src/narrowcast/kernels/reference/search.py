@@ -1,13 +1,19 @@
 """Plain torch: rows with the scales that lose least.
 
 `encode` takes the scale that reaches a block's largest magnitude. `encode_searched` tries others, all of them numbers
-that the row can store, and keeps the one with the least loss, the sum over the block of w (x - decoded)^2. The weight w
-is 1, or `importance` of the element's place in its row. Its rows are ordinary rows of the format.
+that the row can store, and keeps the one with the least loss. With e for the errors x - decoded of a block, it is
+
+    sum(w e e) + gain sum(w e x)^2 / sum(w x x)
+
+The weight w is 1, or `importance` of the element's place in its row. The second term is what the block's share of an
+output loses or gains as a whole: the scale of least squared error makes all blocks a little smaller, which adds up
+where single errors cancel out. Its rows are ordinary rows of the format.
 
 Given its codes, the loss of a block is a parabola in its scale. With v for what a code stands for in units of the
-scale, and e for the error x - v scale, the scale that fits these codes best is scale + sum(w e v) / sum(w v v), and
-the loss with that one, the floor, is sum(w e e) - sum(w e v)^2 / sum(w v v). So a pass over a block that measures a
-scale also tells a better one. The search, in order; a candidate replaces the best one if it is smaller:
+scale, e is x - v scale, so that sum(w e x) = sum(w e e) + scale sum(w e v): a pass over the block takes three sums, of
+w e e, w e v and w v v, whatever the gain. They also tell the scale that fits these codes best, and the loss with that
+one, the floor. So a pass that measures a scale also tells a better one (`Blocks.choice`). The search, in order; a
+candidate replaces the best one if it is smaller:
 
 - the scale and zero point that `encode` takes;
 - that scale times each factor (`candidates`), compared by their floors; for affine codes then the zero point one lower
@@ -43,6 +49,9 @@ one, each fitted three times. Scales of the other sign were tried and are not wo
 POWERS = (0.5, 0.25)
 """The same for scales that are powers of two."""
 REFINEMENTS = 1
+GAIN = 4.0
+"""The gain of a search that knows nothing of inputs (`rounding="search"`). Chosen on two models (docs/rounding.md):
+without it, searched scales of a language model lose more than nearest ones."""
 LANES = 64
 
 
@@ -77,6 +86,14 @@ class Blocks(NamedTuple):
     inside: Tensor
     """Which elements are the row's: the last block may be short."""
     recipe: Recipe
+    gain: float
+
+    def share(self) -> Tensor | None:
+        """The gain over sum(w x x), for each block; None for no gain."""
+        if not self.gain:
+            return None
+        squares = self.total(self.x, self.x)
+        return torch.full_like(squares, self.gain) / squares  # a number over a tensor is rounded twice
 
     def total(self, *factors: Tensor) -> Tensor:
         """The sum over each block of a weighted product."""
@@ -85,14 +102,23 @@ class Blocks(NamedTuple):
         return lane_sum(torch.where(self.inside, product, 0.0))
 
     def choice(self, scale: Tensor, zeros: Tensor) -> Choice:
-        """Scales and zero points with what they lose."""
+        """Scales and zero points with what they lose.
+
+        If the scale grows by d, e changes by -d v, and the loss to sum(w e e) - 2 d sum(w e v) + d^2 sum(w v v) +
+        share (sum(w e x) - d sum(w v x))^2: least at d = `step`, where it is lower by slope * step.
+        """
         codes = quantize(self.x, scale, zeros, self.recipe, None)
         error = self.x - dequantize(codes, scale, zeros, self.recipe)
         units = dequantize(codes, torch.ones_like(scale), zeros, self.recipe)
-        loss, cross = self.total(error, error), self.total(error, units)
-        step = cross / self.total(units, units)
+        loss, slope, bend = self.total(error, error), self.total(error, units), self.total(units, units)
+        share = self.share()
+        if share is not None:
+            lacking, reached = loss + scale * slope, slope + scale * bend  # sum(w e x), sum(w v x)
+            pull = share * lacking
+            loss, slope, bend = loss + pull * lacking, slope + pull * reached, bend + share * reached * reached
+        step = slope / bend
         powers = self.recipe.format.scale == Scale.E8M0
-        return Choice(scale, zeros, loss, loss if powers else loss - cross * step, scale + step)
+        return Choice(scale, zeros, loss, loss if powers else loss - slope * step, scale + step)
 
     def stored(self, wanted: Tensor, zeros: Tensor, instead: Tensor) -> Choice:
         """The same for the stored scales nearest to `wanted`. One below FLT_MIN, or NaN, loses infinitely much."""
@@ -108,7 +134,7 @@ class Blocks(NamedTuple):
         )
 
 
-def encode_searched(rows: Tensor, importance: Tensor | None, recipe: Recipe) -> Tensor:
+def encode_searched(rows: Tensor, importance: Tensor | None, gain: float, recipe: Recipe) -> Tensor:
     """Encode each row of `rows` [rows, numel]; `importance` [numel] weighs the errors of a row's elements."""
     format = recipe.format
     count, numel = rows.shape
@@ -120,7 +146,8 @@ def encode_searched(rows: Tensor, importance: Tensor | None, recipe: Recipe) -> 
     if importance is not None:
         weights = pad(importance, (0, where.blocks * where.block_size - numel)).view(1, where.blocks, -1)
     places = torch.arange(where.blocks * where.block_size, dtype=torch.int64, device=rows.device)
-    best = search(Blocks(blocks, weights, (places < numel).view(1, where.blocks, -1), recipe), numel)
+    inside = (places < numel).view(1, where.blocks, -1)
+    best = search(Blocks(blocks, weights, inside, recipe, to_float32(gain)), numel)
     codes = quantize(blocks, best.scale, best.zeros, recipe, None)
     out = torch.zeros(count, where.row_bytes, dtype=torch.uint8, device=rows.device)
     write_blocks(out, codes, best.scale, best.zeros, finite, format, numel)

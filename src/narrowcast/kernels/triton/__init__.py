@@ -7,6 +7,7 @@
     kernels        encode, decode and sums; tiles: between memory and registers
     codes, words   numbers and their codes, in registers; codes out of the words that hold them
     scales         a block's statistics and its scale; search, search_kernels: the scales that lose least
+    columns, column_kernels  codes of rows, one column after another, for gptq
     tables         how a table of levels is searched; levels: the search, in registers
     moments        a step of AdamW on moments that are held in rows
     linear         x W^T + bias, for any format

@@ -12,7 +12,7 @@ from torch import Tensor
 from narrowcast.kernels.contract import Kernel
 from narrowcast.kernels.cuda import choose
 from narrowcast.kernels.layout import Grid, Recipe
-from narrowcast.kernels.triton import fake_quantize, integer, linear
+from narrowcast.kernels.triton import columns, fake_quantize, integer, linear
 from narrowcast.kernels.triton.codes import INTERPRETED
 from narrowcast.kernels.triton.moments import adamw
 from narrowcast.kernels.triton.rows import decode, decode_sum_encode, encode
@@ -36,12 +36,14 @@ class Triton(Kernel):
         with _writable(out, 16) as target:
             encode(target, rows, recipe, seed)
 
-    def _encode_searched(self, out: Tensor, rows: Tensor, importance: Tensor | None, recipe: Recipe) -> None:
+    def _encode_searched(
+        self, out: Tensor, rows: Tensor, importance: Tensor | None, gain: float, recipe: Recipe
+    ) -> None:
         if rows.numel() == 0:
             return
         rows = rows if rows.shape[1] == 1 or rows.stride(1) == 1 else rows.contiguous()
         with _writable(out, 16) as target:
-            encode_searched(target, rows, importance, recipe)
+            encode_searched(target, rows, importance, gain, recipe)
 
     def _decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
         if out.numel() == 0:
@@ -99,6 +101,33 @@ class Triton(Kernel):
                     if target is not held:
                         target.copy_(held)
                 adamw(parameter, rows, others, grad, *how)
+
+    def round_columns(
+        self,
+        weight: Tensor,
+        factor: Tensor,
+        scales: Tensor | None,
+        zeros: Tensor | None,
+        blocks: Tensor,
+        recipe: Recipe,
+    ) -> tuple[Tensor, Tensor]:
+        if scales is None or not columns.takes(weight):
+            return super().round_columns(weight, factor, scales, zeros, blocks, recipe)
+        return columns.round_columns(weight, factor, scales, zeros, blocks, recipe)
+
+    def choose_columns(
+        self,
+        values: Tensor,
+        slope: Tensor,
+        moments: Tensor,
+        scales: Tensor | None,
+        zeros: Tensor | None,
+        blocks: Tensor,
+        recipe: Recipe,
+    ) -> tuple[Tensor, Tensor]:
+        if scales is None or not columns.takes(values) or not columns.takes(slope):
+            return super().choose_columns(values, slope, moments, scales, zeros, blocks, recipe)
+        return columns.choose_columns(values, slope, moments, scales, zeros, blocks, recipe)
 
     def _integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
         integer.integer_linear(out, x, weight)

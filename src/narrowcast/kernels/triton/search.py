@@ -30,16 +30,16 @@ ELEMENTS = 1024
 """Elements of the pieces that a program of the search holds, by one warp for each 256."""
 
 
-def encode_searched(out: Tensor, rows: Tensor, importance: Tensor | None, recipe: Recipe) -> None:
+def encode_searched(out: Tensor, rows: Tensor, importance: Tensor | None, gain: float, recipe: Recipe) -> None:
     """Encode `rows`, whose elements are side by side, into `out` with searched scales."""
     encode(out, rows, recipe, 0)
     if recipe.format.scale != Scale.NONE:
         with on(rows.device):
-            _search(out, rows, importance, recipe)
+            _search(out, rows, importance, gain, recipe)
             _requantize(out, rows, recipe)
 
 
-def _search(out: Tensor, rows: Tensor, importance: Tensor | None, recipe: Recipe) -> None:
+def _search(out: Tensor, rows: Tensor, importance: Tensor | None, gain: float, recipe: Recipe) -> None:
     """Replace the scales and zero points that `out` holds by those that lose least."""
     format = recipe.format
     count, numel = rows.shape
@@ -61,6 +61,7 @@ def _search(out: Tensor, rows: Tensor, importance: Tensor | None, recipe: Recipe
         row_bytes=where.row_bytes,
         count=blocks,
         pieces=pieces,
+        gain=float(gain),  # an integer would be passed as one
         top_scale=scaling(format, recipe.peak).limit,
         **places(format, numel),
         **searching(recipe.table, x),
@@ -69,6 +70,7 @@ def _search(out: Tensor, rows: Tensor, importance: Tensor | None, recipe: Recipe
         GROUPS=groups,
         WIDTH=width,
         WEIGHTED=importance is not None,
+        GAIN=gain != 0,
         ONE=pieces == 1,
         num_warps=max(1, groups * width // 256),
         enable_fp_fusion=False,

@@ -15,21 +15,17 @@ import triton.language as tl
 
 from narrowcast.kernels.triton.codes import (
     AFFINE,
-    E4M3,
-    E5M2,
     INT,
     LEVELS,
     SIGN,
     as_bits,
     as_float,
-    cast_bits,
     cast_value,
-    quantize,
     reciprocal,
     to_float32,
 )
 from narrowcast.kernels.triton.kernels import codes_place, product
-from narrowcast.kernels.triton.levels import count_below, count_near, lookup
+from narrowcast.kernels.triton.levels import lookup
 from narrowcast.kernels.triton.scales import (
     FLT_MIN,
     SCALE_BF16,
@@ -38,38 +34,13 @@ from narrowcast.kernels.triton.scales import (
     scale_bits,
     scale_value,
 )
-from narrowcast.kernels.triton.tiles import load_floats, locate, store_codes
+from narrowcast.kernels.triton.tiles import codes_under, load_floats, locate, store_codes
 from narrowcast.kernels.triton.words import places
 
 
 @triton.jit
-def nearest_codes(x, inverse, zero, cells, slope, middle, bend, reach, FORM: tl.constexpr, SEARCH: tl.constexpr):
-    """The nearest codes, whatever the codec does otherwise. INT codes have their top bit flipped.
-
-    A scale may be far below the one that reaches the largest element, so nothing is known of how large y is.
-    """
-    ELEMENT: tl.constexpr = FORM.element
-    BITS: tl.constexpr = FORM.bits
-    if ELEMENT == SIGN:
-        code = (as_bits(x) >> 31) & 1
-    else:
-        y = x * inverse[:, None]
-        if ELEMENT == LEVELS:
-            if SEARCH.steps == 0:
-                code = count_near(y, cells, bend, slope, middle, reach, SEARCH.cells, False)
-            else:
-                code = count_below(y, cells, slope, middle, SEARCH.cells, SEARCH.steps, SEARCH.searched, False)
-        elif ELEMENT == E4M3 or ELEMENT == E5M2:
-            code = cast_bits(y, ELEMENT, FORM.fp8)
-        else:
-            low: tl.constexpr = -(1 << (BITS - 1)) + (0 if FORM.signed else 1)
-            code = quantize(y, zero[:, None], y, ELEMENT, BITS, low, False, False)
-    return code
-
-
-@triton.jit
 def units_of(code, zero, levels, FORM: tl.constexpr):
-    """What codes of `nearest_codes` stand for, in units of the scale."""
+    """What codes of `codes_under` stand for, in units of the scale."""
     ELEMENT: tl.constexpr = FORM.element
     BITS: tl.constexpr = FORM.bits
     if ELEMENT == SIGN:
@@ -112,7 +83,8 @@ def load_piece(x, weights, piece, sizes, finite, WIDTH: tl.constexpr, WEIGHTED: 
 def lane_products(values, importance, inside, scale, inverse, zero, levels, cells, slope, middle, bend, reach,
                   FORM: tl.constexpr, SEARCH: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
     """Of each element: the squared error, the error times the unit, and the squared unit, weighted."""
-    code = nearest_codes(values, inverse, zero, cells, slope, middle, bend, reach, FORM, SEARCH)
+    # A scale may be far below the one that reaches the largest element.
+    code = codes_under(values, inverse, zero, values, cells, slope, middle, bend, reach, FORM, SEARCH, False, False)
     unit = units_of(code, zero, levels, FORM)
     error = values - product(unit, scale[:, None], FORM.element)
     squared, cross, square = error * error, error * unit, unit * unit
@@ -122,9 +94,21 @@ def lane_products(values, importance, inside, scale, inverse, zero, levels, cell
 
 
 @triton.jit
-def try_scale(scale, zero, values, importance, inside, x, weights, pieces, sizes, finite, levels, cells, slope, middle,
-              bend, reach, FORM: tl.constexpr, SEARCH: tl.constexpr, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
-              ONE: tl.constexpr):  # fmt: skip
+def share_of(gain, values, importance, inside, x, weights, pieces, sizes, finite, WIDTH: tl.constexpr,
+             WEIGHTED: tl.constexpr, ONE: tl.constexpr):  # fmt: skip
+    """The gain over the weighted squares of each block."""
+    squares = values * values * importance
+    if not ONE:
+        for piece in range(1, pieces):
+            next_values, next_importance, _ = load_piece(x, weights, piece, sizes, finite, WIDTH, WEIGHTED)
+            squares += next_values * next_values * next_importance
+    return tl.div_rn(gain, fold(squares))
+
+
+@triton.jit
+def try_scale(scale, zero, share, values, importance, inside, x, weights, pieces, sizes, finite, levels, cells, slope,
+              middle, bend, reach, FORM: tl.constexpr, SEARCH: tl.constexpr, WIDTH: tl.constexpr,
+              WEIGHTED: tl.constexpr, ONE: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
     """What a scale loses, what is lost with the one that fits its codes best, and that one: `Choice`, [groups] each.
 
     The first piece is in registers; ONE: there is no other.
@@ -138,8 +122,13 @@ def try_scale(scale, zero, values, importance, inside, x, weights, pieces, sizes
             e, c, s = lane_products(next_values, next_importance, next_inside, scale, inverse, zero, levels, cells,
                                     slope, middle, bend, reach, FORM, SEARCH, WEIGHTED)  # fmt: skip
             errors, cross, squares = errors + e, cross + c, squares + s
-    loss, slope_sum = fold(errors), fold(cross)
-    step = tl.div_rn(slope_sum, fold(squares))
+    loss, slope_sum, bend_sum = fold(errors), fold(cross), fold(squares)
+    if GAIN:
+        lacking, reached = loss + scale * slope_sum, slope_sum + scale * bend_sum
+        pull = share * lacking
+        loss, slope_sum = loss + pull * lacking, slope_sum + pull * reached
+        bend_sum = bend_sum + share * reached * reached
+    step = tl.div_rn(slope_sum, bend_sum)
     floor = loss
     if FORM.scale != SCALE_E8M0:
         floor = loss - slope_sum * step
@@ -169,12 +158,13 @@ def stored_or(wanted, instead, limit, FORM: tl.constexpr):
 
 
 @triton.jit
-def best_of(nearest, zero, values, importance, inside, x, weights, pieces, sizes, finite, levels, cells, top_scale,
-            slope, middle, bend, reach, FORM: tl.constexpr, SEARCH: tl.constexpr, TRY: tl.constexpr,
-            WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ONE: tl.constexpr):  # fmt: skip
+def best_of(nearest, zero, share, values, importance, inside, x, weights, pieces, sizes, finite, levels, cells,
+            top_scale, slope, middle, bend, reach, FORM: tl.constexpr, SEARCH: tl.constexpr, TRY: tl.constexpr,
+            WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ONE: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
     """The scales and zero points of least loss, found as in `search` of reference/search.py."""
-    loss, floor, fit = try_scale(nearest, zero, values, importance, inside, x, weights, pieces, sizes, finite, levels,
-                                 cells, slope, middle, bend, reach, FORM, SEARCH, WIDTH, WEIGHTED, ONE)  # fmt: skip
+    loss, floor, fit = try_scale(nearest, zero, share, values, importance, inside, x, weights, pieces, sizes, finite,
+                                 levels, cells, slope, middle, bend, reach, FORM, SEARCH, WIDTH, WEIGHTED, ONE,
+                                 GAIN)  # fmt: skip
     # The one of least loss, and the one of the lowest floor: both begin with the nearest.
     least_scale, least_zero, least_loss = nearest, zero, loss
     scale = nearest
@@ -182,8 +172,9 @@ def best_of(nearest, zero, values, importance, inside, x, weights, pieces, sizes
         if number < TRY.count:
             wanted = nearest * (TRY.first if number == 0 else TRY.second if number == 1 else TRY.third)
             other, allowed = stored_or(wanted, nearest, top_scale, FORM)
-            a, b, c = try_scale(other, zero, values, importance, inside, x, weights, pieces, sizes, finite, levels,
-                                cells, slope, middle, bend, reach, FORM, SEARCH, WIDTH, WEIGHTED, ONE)  # fmt: skip
+            a, b, c = try_scale(other, zero, share, values, importance, inside, x, weights, pieces, sizes, finite,
+                                levels, cells, slope, middle, bend, reach, FORM, SEARCH, WIDTH, WEIGHTED, ONE,
+                                GAIN)  # fmt: skip
             taken = allowed & (b < floor)
             scale, loss = tl.where(taken, other, scale), tl.where(taken, a, loss)
             floor, fit = tl.where(taken, b, floor), tl.where(taken, c, fit)
@@ -191,8 +182,9 @@ def best_of(nearest, zero, values, importance, inside, x, weights, pieces, sizes
         top: tl.constexpr = (1 << FORM.bits) - 1
         for number in tl.static_range(2):
             shifted = tl.minimum(tl.maximum(zero + (2 * number - 1), 0), top)
-            a, b, c = try_scale(scale, shifted, values, importance, inside, x, weights, pieces, sizes, finite, levels,
-                                cells, slope, middle, bend, reach, FORM, SEARCH, WIDTH, WEIGHTED, ONE)  # fmt: skip
+            a, b, c = try_scale(scale, shifted, share, values, importance, inside, x, weights, pieces, sizes, finite,
+                                levels, cells, slope, middle, bend, reach, FORM, SEARCH, WIDTH, WEIGHTED, ONE,
+                                GAIN)  # fmt: skip
             taken = b < floor
             zero, loss = tl.where(taken, shifted, zero), tl.where(taken, a, loss)
             floor, fit = tl.where(taken, b, floor), tl.where(taken, c, fit)
@@ -201,8 +193,9 @@ def best_of(nearest, zero, values, importance, inside, x, weights, pieces, sizes
     least_loss = tl.where(less, loss, least_loss)
     for _ in tl.static_range(TRY.refinements):
         scale, allowed = stored_or(fit, nearest, top_scale, FORM)
-        loss, floor, fit = try_scale(scale, zero, values, importance, inside, x, weights, pieces, sizes, finite, levels,
-                                     cells, slope, middle, bend, reach, FORM, SEARCH, WIDTH, WEIGHTED, ONE)  # fmt: skip
+        loss, floor, fit = try_scale(scale, zero, share, values, importance, inside, x, weights, pieces, sizes, finite,
+                                     levels, cells, slope, middle, bend, reach, FORM, SEARCH, WIDTH, WEIGHTED, ONE,
+                                     GAIN)  # fmt: skip
         fit = tl.where(allowed, fit, float("nan"))
         less = allowed & (loss < least_loss)
         least_scale, least_zero = tl.where(less, scale, least_scale), tl.where(less, zero, least_zero)
@@ -212,9 +205,9 @@ def best_of(nearest, zero, values, importance, inside, x, weights, pieces, sizes
 
 @triton.jit(do_not_specialize=["numel", "count", "groups", "block", "pieces", "scales_at", "zeros_at"])
 def search_kernel(scales, out, x, weights, levels, cells, x_stride, row_bytes, numel, count, groups, block, pieces,
-                  scales_at, zeros_at, top_scale, slope, middle, bend, reach, FORM: tl.constexpr, SEARCH: tl.constexpr,
-                  TRY: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
-                  ONE: tl.constexpr):  # fmt: skip
+                  scales_at, zeros_at, gain, top_scale, slope, middle, bend, reach, FORM: tl.constexpr,
+                  SEARCH: tl.constexpr, TRY: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+                  WEIGHTED: tl.constexpr, ONE: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
     """`scales` and `out` are the same bytes; `count` blocks, `groups` of them in each row."""
     index = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     exists = index < count
@@ -231,8 +224,12 @@ def search_kernel(scales, out, x, weights, levels, cells, x_stride, row_bytes, n
     x = x + row * x_stride + group * block
     weights = weights + group * block
     values, importance, inside = load_piece(x, weights, 0, sizes, finite, WIDTH, WEIGHTED)
-    scale, zero = best_of(nearest, zero, values, importance, inside, x, weights, pieces, sizes, finite, levels, cells,
-                          top_scale, slope, middle, bend, reach, FORM, SEARCH, TRY, WIDTH, WEIGHTED, ONE)  # fmt: skip
+    share = tl.zeros([GROUPS], tl.float32)
+    if GAIN:
+        share = share_of(gain, values, importance, inside, x, weights, pieces, sizes, finite, WIDTH, WEIGHTED, ONE)
+    scale, zero = best_of(nearest, zero, share, values, importance, inside, x, weights, pieces, sizes, finite, levels,
+                          cells, top_scale, slope, middle, bend, reach, FORM, SEARCH, TRY, WIDTH, WEIGHTED, ONE,
+                          GAIN)  # fmt: skip
     tl.store(at, scale_bits(scale, finite, FORM.scale), mask=exists)
     if FORM.element == AFFINE:
         tl.store(zero_at, zero.to(tl.uint8), mask=finite)
@@ -257,7 +254,7 @@ def codes_kernel(codes, scales, out, x, cells, x_stride, row_bytes, numel, tiles
     if ELEMENT == AFFINE:
         zero = tl.load(out + base + zeros_at + group + index, mask=here, other=0).to(tl.int32)
     inverse = reciprocal(tl.where(finite, scale, 1.0))
-    code = nearest_codes(values, inverse, zero, cells, slope, middle, bend, reach, FORM, SEARCH)
+    code = codes_under(values, inverse, zero, values, cells, slope, middle, bend, reach, FORM, SEARCH, False, False)
     nothing: tl.constexpr = (1 << (BITS - 1)) if ELEMENT == INT else 0
     code = tl.where(finite[:, None], code, nothing)
     if TILE.masked and BITS < 8 and (ELEMENT == AFFINE or ELEMENT == LEVELS):

@@ -188,41 +188,53 @@ def decode_tile(codes, scales, zeros, levels, limit, left, FORM: tl.constexpr, T
 
 
 @triton.jit
-def choose_codes(x, zeros, second, finite, inverse, row, start, left, seed, cells, slope, middle, bend, reach,
-                 FORM: tl.constexpr, TILE: tl.constexpr, SEARCH: tl.constexpr):  # fmt: skip
-    """The codes of x [groups, width], whose blocks have these scales; stores zero points where codes are affine."""
+def codes_under(x, inverse, zero, draws, cells, slope, middle, bend, reach, FORM: tl.constexpr, SEARCH: tl.constexpr,
+                CLOSE: tl.constexpr, STOCHASTIC: tl.constexpr):  # fmt: skip
+    """The codes of x [groups, width] under scales [groups] whose reciprocals are given. INT codes have their top bit
+    flipped.
+
+    CLOSE: the scales were only ever cut by a rounding error, which leaves |y| that close to the largest code or level.
+    Otherwise nothing is known of how large y is.
+    """
     ELEMENT: tl.constexpr = FORM.element
     BITS: tl.constexpr = FORM.bits
-    SCALE: tl.constexpr = FORM.scale
-    SIGNED: tl.constexpr = FORM.signed
-    STOCHASTIC: tl.constexpr = FORM.stochastic
-    # A scale that is only ever cut by a rounding error leaves |y| that close to the largest code or level.
-    close: tl.constexpr = SCALE == SCALE_FP32 or SCALE == SCALE_BF16
     if ELEMENT == SIGN:
         code = (as_bits(x) >> 31) & 1
     else:
         y = x * inverse[:, None]
         if ELEMENT == LEVELS:
             if SEARCH.steps == 0:
-                code = count_near(y, cells, bend, slope, middle, reach, SEARCH.cells, close)
+                code = count_near(y, cells, bend, slope, middle, reach, SEARCH.cells, CLOSE)
             else:
-                code = count_below(y, cells, slope, middle, SEARCH.cells, SEARCH.steps, SEARCH.searched, close)
+                code = count_below(y, cells, slope, middle, SEARCH.cells, SEARCH.steps, SEARCH.searched, CLOSE)
         elif ELEMENT == E4M3 or ELEMENT == E5M2:
             code = cast_bits(y, ELEMENT, FORM.fp8)
         else:
-            zero = tl.zeros([TILE.groups], tl.int32)
-            if ELEMENT == AFFINE:
-                index = tl.arange(0, TILE.groups)
-                zero = tl.where(finite, zero_points(second, inverse, BITS, STOCHASTIC), 0)
-                tl.store(zeros + index, zero.to(tl.uint8), mask=index < left)
-            draws = y
-            if STOCHASTIC:
-                place, _ = places(TILE, 1)
-                key = mix64((seed + row).to(tl.uint64))
-                draws = uniform(key, start, place).reshape([TILE.groups, TILE.width])
-            low: tl.constexpr = -(1 << (BITS - 1)) + (0 if SIGNED else 1)
-            open: tl.constexpr = SIGNED and close and (SCALE == SCALE_FP32 or BITS <= 5)
+            low: tl.constexpr = -(1 << (BITS - 1)) + (0 if FORM.signed else 1)
+            open: tl.constexpr = FORM.signed and CLOSE and (FORM.scale == SCALE_FP32 or BITS <= 5)
             code = quantize(y, zero[:, None], draws, ELEMENT, BITS, low, STOCHASTIC, open)
+    return code
+
+
+@triton.jit
+def choose_codes(x, zeros, second, finite, inverse, row, start, left, seed, cells, slope, middle, bend, reach,
+                 FORM: tl.constexpr, TILE: tl.constexpr, SEARCH: tl.constexpr):  # fmt: skip
+    """The codes of x [groups, width], whose blocks have these scales; stores zero points where codes are affine."""
+    ELEMENT: tl.constexpr = FORM.element
+    BITS: tl.constexpr = FORM.bits
+    STOCHASTIC: tl.constexpr = FORM.stochastic and (ELEMENT == INT or ELEMENT == AFFINE)
+    close: tl.constexpr = FORM.scale == SCALE_FP32 or FORM.scale == SCALE_BF16
+    zero = tl.zeros([TILE.groups], tl.int32)
+    if ELEMENT == AFFINE:
+        index = tl.arange(0, TILE.groups)
+        zero = tl.where(finite, zero_points(second, inverse, BITS, STOCHASTIC), 0)
+        tl.store(zeros + index, zero.to(tl.uint8), mask=index < left)
+    draws = x
+    if STOCHASTIC:
+        place, _ = places(TILE, 1)
+        key = mix64((seed + row).to(tl.uint64))
+        draws = uniform(key, start, place).reshape([TILE.groups, TILE.width])
+    code = codes_under(x, inverse, zero, draws, cells, slope, middle, bend, reach, FORM, SEARCH, close, STOCHASTIC)
     nothing: tl.constexpr = (1 << (BITS - 1)) if ELEMENT == INT else 0
     return tl.where(finite[:, None], code, nothing)
 

@@ -35,7 +35,8 @@ class Chosen:
     ) -> tuple[EncodedRows, str, str]:
         """The rows of a weight, the name of the rounding that made them, and why it is another than was asked for."""
         if self.needs_data and (moments is None or not moments.count):
-            return round_by_search(weight, codec, lead), "search", why_not or "no batch reached it"
+            # Nearly always a table: its rows are looked up, not multiplied, and their size matters little to a norm.
+            return round_by_search(weight, codec, lead, gain=0.0), "search", why_not or "no batch reached it"
         rows: EncodedRows = self.rounding(weight, codec, lead, moments)
         note = _few(moments) if self.needs_data and moments is not None and lead == 2 else ""
         return rows, self.name, note

@@ -154,8 +154,7 @@ class _Columns:
     """The weights [outputs, k] of a layer in the order in which their columns are rounded."""
 
     def __init__(self, weight: Tensor, upper: Tensor, grid: Grid, order: Tensor) -> None:
-        self.weight, self.upper, self.grid = weight, upper, grid
-        self.columns: list[int] = order.tolist()
+        self.weight, self.upper, self.grid, self.order = weight, upper, grid, order
         self.codes = torch.zeros(weight.shape, dtype=torch.int64, device=weight.device)
         if grid.scales is not None:
             self.scales = grid.scales.clone()
@@ -164,41 +163,29 @@ class _Columns:
 
     def round(self, importance: Tensor | None) -> Tensor:
         """Rows of bytes. With `importance`, the scales of a block are searched when its first column comes up."""
-        k = self.weight.shape[1]
-        for first in range(0, k, COLUMNS):
-            last = min(first + COLUMNS, k)
-            errors = torch.zeros(len(self.weight), last - first, dtype=torch.float32, device=self.weight.device)
-            for place in range(first, last):
-                if importance is not None and place % int(self.grid.codec.block or 1) == 0:
-                    self._search_block(place, errors, first, importance)
-                errors[:, place - first] = self._round_column(place, last)
-            self.weight[:, last:] -= errors @ self.upper[first:last, last:]
+        k, first = self.weight.shape[1], 0
+        block = k if importance is None else int(self.grid.codec.block or k)
+        while first < k:
+            last = min(first + COLUMNS, first - first % block + block, k)
+            if importance is not None and first % block == 0:
+                self._search_block(first, min(first + block, k), importance)
+            here = slice(first, last)
+            part = self.weight[:, here].contiguous()
+            codes, errors = self.grid.round_columns(part, self.upper[here, here], self.order[here])
+            self.codes[:, self.order[here]] = codes
+            self.weight[:, last:] -= errors @ self.upper[here, last:]
+            first = last
         return self.grid.join(self.codes)
 
-    def _round_column(self, place: int, last: int) -> Tensor:
-        """Round one column, and spread its error over those up to `last`; returns the error over its own factor."""
-        column, values = self.columns[place], torch.nan_to_num(self.weight[:, place])  # errors of huge weights overflow
-        codes = self.grid.codes(values, column)
-        self.codes[:, column] = codes
-        factors = self.upper[place, place:last]
-        error = (values - self.grid.values(codes, column)) / factors[0]
-        self.weight[:, place:last] -= error.unsqueeze(-1) * factors
-        return error
-
-    def _search_block(self, place: int, errors: Tensor, first: int, importance: Tensor) -> None:
-        """Choose the scales of the block that begins at a column, for its weights as they are by now."""
-        end = min(place + int(self.grid.codec.block or 1), self.weight.shape[1])
-        values = self.weight[:, place:end].clone()
-        behind = max(place, min(first + COLUMNS, self.weight.shape[1]))
-        if end > behind:  # columns that the errors of this run have not reached yet
-            done = place - first
-            values[:, behind - place :] -= errors[:, :done] @ self.upper[first:place, behind:end]
-        codec = self.grid.codec
-        fields = codec.split(codec.encode_searched(values, importance[place:end].contiguous()), end - place)
+    def _search_block(self, first: int, last: int, importance: Tensor) -> None:
+        """Choose the scales of the block of these columns, for its weights as they are by now."""
+        codec, values = self.grid.codec, self.weight[:, first:last]
+        fields = codec.split(codec.encode_searched(values, importance[first:last].contiguous()), last - first)
         assert fields.scales is not None
-        self.scales[:, place // int(codec.block or 1)] = fields.scales[:, 0]
+        block = first // int(codec.block or 1)
+        self.scales[:, block] = fields.scales[:, 0]
         if self.zero_points is not None and fields.zero_points is not None:
-            self.zero_points[:, place // int(codec.block or 1)] = fields.zero_points[:, 0]
+            self.zero_points[:, block] = fields.zero_points[:, 0]
 
 
 def factor_of_inverse(moments: Tensor, damping: float) -> Tensor:

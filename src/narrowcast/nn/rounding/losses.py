@@ -1,20 +1,24 @@
 """What a rounding loses on a layer: the squared error of its output, relative to the squared output.
 
 With moments of the inputs (moments.py) the error is that of the data, against the outputs of the unrounded model where
-these are known. Without, inputs are taken to contribute alike (codecs/columns.py), and it is the mean over columns of
-their squared errors relative to their squares.
+these are known. Without, it is what a search makes small, relative to the squares of the weights: the squared errors of
+each block, and what the block lacks as a whole (kernels/reference/search.py).
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from narrowcast.codecs.payload import EncodedRows, encode_rows
 from narrowcast.codecs.tiles import tiles
+from narrowcast.kernels.layout import layout
+from narrowcast.kernels.reference.search import GAIN
 from narrowcast.nn.noise import sqnr_of_rows
 from narrowcast.nn.rounding.moments import InputMoments
-from narrowcast.nn.rounding.search import weights_of_columns
 
 
 def relative_error(weight: Tensor, rows: EncodedRows, moments: InputMoments | None) -> float | None:
@@ -22,7 +26,7 @@ def relative_error(weight: Tensor, rows: EncodedRows, moments: InputMoments | No
     if weight.device.type == "meta":
         return None
     if moments is None or moments.total is None:
-        return _error_of_columns(weight, rows)
+        return _error_of_blocks(weight, rows)
     inputs = moments.inputs(weight.device)
     size = len(inputs), -1, inputs[0].moments.shape[-1]
     pairs = zip(weight.detach().float().reshape(size), rows.decode(torch.float32).reshape(size), inputs, strict=True)
@@ -33,22 +37,23 @@ def relative_error(weight: Tensor, rows: EncodedRows, moments: InputMoments | No
     return noise / signal if signal else float(noise > 0)
 
 
-def _error_of_columns(weight: Tensor, rows: EncodedRows) -> float | None:
-    flat = rows.data.flatten(0, -2)
+def _error_of_blocks(weight: Tensor, rows: EncodedRows) -> float | None:
+    flat, codec = rows.data.flatten(0, -2), rows.codec
     matrix = weight.detach().reshape(len(flat), rows.numel)
-    columns = weights_of_columns(matrix)
-    if columns is None:
-        sqnr = sqnr_of_rows(weight, rows)
-        return None if sqnr is None else float(10 ** (-sqnr / 10))
-    sums = torch.zeros(2, dtype=torch.float64, device=matrix.device)
+    size = layout(codec.format, rows.numel).block_size or rows.numel
+    noise = signal = 0.0
     for start, stop in tiles(*matrix.shape):
         exact = matrix[start:stop].float()
-        error = rows.codec.decode(flat[start:stop], rows.numel).sub_(exact)
-        for place, values in enumerate((error, exact)):
-            energies = torch.linalg.vector_norm(values, dim=0, dtype=torch.float64).square_()
-            sums[place] += energies @ columns.double()
-    noise, signal = sums.tolist()
-    return float(noise / signal)
+        error = exact - codec.decode(flat[start:stop], rows.numel)
+        x, e = (pad(part, (0, -rows.numel % size)).double().view(-1, size) for part in (exact, error))
+        energy = (x * x).sum(-1)
+        lacking = (e * x).sum(-1).square() / energy.clamp(min=torch.finfo(torch.float64).tiny)
+        noise += float((e * e).sum() + GAIN * lacking.sum())
+        signal += float(energy.sum())
+    if 0 < signal < math.inf:
+        return noise / signal
+    sqnr = sqnr_of_rows(weight, rows)
+    return None if sqnr is None else float(10 ** (-sqnr / 10))
 
 
 def nearest_error(weight: Tensor, rows: EncodedRows, moments: InputMoments | None, wanted: Tensor) -> float | None:

@@ -73,21 +73,16 @@ def _choose_codes(weight: Tensor, codec: Codec, rows: Tensor, moments: Tensor) -
     k = weight.shape[1]
     fields = codec.split(rows, k)
     grid, codes = Grid.of(codec, fields), fields.codes.long()
+    columns = torch.arange(k, dtype=torch.int64, device=weight.device)
     values = codec.decode(rows, k)
     slope = (values - weight) @ moments
     for _ in range(SWEEPS):
         for first in range(0, k, COLUMNS):
             last = min(first + COLUMNS, k)
-            changes = torch.zeros(len(weight), last - first, dtype=torch.float32, device=weight.device)
-            for column in range(first, last):
-                target = values[:, column] - slope[:, column] / moments[column, column]
-                target = torch.where(target.isfinite(), target, values[:, column])  # products of huge weights overflow
-                codes[:, column] = grid.codes(target, column)
-                value = grid.values(codes[:, column], column)
-                change = value - values[:, column]
-                slope[:, first:last] += change.unsqueeze(-1) * moments[column, first:last]
-                changes[:, column - first] = change
-                values[:, column] = value
-            slope[:, :first] += changes @ moments[first:last, :first]
-            slope[:, last:] += changes @ moments[first:last, last:]
+            here = slice(first, last)
+            codes[:, here], changes = grid.choose_columns(
+                values[:, here], slope[:, here], moments[here, here], columns[here]
+            )
+            slope[:, :first] += changes @ moments[here, :first]
+            slope[:, last:] += changes @ moments[here, last:]
     return grid.join(codes)

@@ -106,20 +106,45 @@ struct Block {
         for (int64_t begin = LANES; begin < count; begin += LANES) add<WEIGHTED, false>(begin, by, sums);
     }
 
-    inline Choice choice(Scaling by) const {
+    // The gain over the weighted squares of the block; 0 for no gain.
+    inline float share() const {
+        if (how.gain == 0.0f) return 0.0f;
+        alignas(64) float squares[LANES];
+        for (int64_t begin = 0; begin < count; begin += LANES) {
+            for (int i = 0; i < LANES; ++i) {
+                float square = x[begin + i] * x[begin + i];
+                if (weights) square *= weights[begin + i];
+                squares[i] = begin ? squares[i] + square : square;
+            }
+        }
+        float total[4];
+        fold_four<LANES>(squares, squares, squares, squares, total);
+        return how.gain / total[0];
+    }
+
+    // What is known of a scale by its three sums; see `Blocks.choice` of the reference.
+    inline Choice known(Scaling by, float loss, float slope, float bend, float share) const {
+        if (how.gain != 0.0f) {
+            const float lacking = loss + by.scale * slope, reached = slope + by.scale * bend, pull = share * lacking;
+            loss = loss + pull * lacking, slope = slope + pull * reached, bend = bend + share * reached * reached;
+        }
+        const float step = slope / bend;
+        // A power of two is far from the one that fits best: it is judged by what it loses itself.
+        return Choice{by, loss, spec.scale == SCALE_E8M0 ? loss : loss - slope * step, by.scale + step};
+    }
+
+    inline Choice choice(Scaling by, float share) const {
         Sums<LANES> sums;
         if (weights) sum<true>(by, sums);
         else sum<false>(by, sums);
         float total[4];
         fold_four<LANES>(sums.errors, sums.cross, sums.squares, sums.squares, total);
-        const float loss = total[0], cross = total[1], step = cross / total[2];
-        // A power of two is far from the one that fits best: it is judged by what it loses itself.
-        return Choice{by, loss, spec.scale == SCALE_E8M0 ? loss : loss - cross * step, by.scale + step};
+        return known(by, total[0], total[1], total[2], share);
     }
 
     // The nearest scale and three others at once: their sums are folded, and their fits divided, side by side.
     template <bool WEIGHTED>
-    inline Choice lowest_of_four(Scaling nearest, Choice& first) const {
+    inline Choice lowest_of_four(Scaling nearest, float share, Choice& first) const {
         Sums<LANES> sums[4];
         Scaling by[4];
         bool allowed[4];
@@ -131,50 +156,49 @@ struct Block {
         for (int i = 0; i < 4; ++i) by[i].inverse = 1.0f / by[i].scale;
         by[0].inverse = nearest.inverse;
         for (int i = 0; i < 4; ++i) sum<WEIGHTED>(by[i], sums[i]);
-        float loss[4], cross[4], squares[4], floor[4], fit[4];
+        float loss[4], cross[4], squares[4];
         fold_four<LANES>(sums[0].errors, sums[1].errors, sums[2].errors, sums[3].errors, loss);
         fold_four<LANES>(sums[0].cross, sums[1].cross, sums[2].cross, sums[3].cross, cross);
         fold_four<LANES>(sums[0].squares, sums[1].squares, sums[2].squares, sums[3].squares, squares);
-        for (int i = 0; i < 4; ++i) {
-            const float step = cross[i] / squares[i];
-            floor[i] = loss[i] - cross[i] * step, fit[i] = by[i].scale + step;
-        }
+        Choice known_of[4];
+        for (int i = 0; i < 4; ++i) known_of[i] = known(by[i], loss[i], cross[i], squares[i], share);
         // Which one wins cannot be foretold: no branches.
         uint32_t at = 0;
-        float low = floor[0];
+        float low = known_of[0].floor;
         for (uint32_t i = 1; i < 4; ++i) {
-            const bool less = allowed[i] & (floor[i] < low);
+            const bool less = allowed[i] & (known_of[i].floor < low);
             at ^= (at ^ i) & (0u - uint32_t(less));
-            low = floor[at];
+            low = known_of[at].floor;
         }
-        first = Choice{by[0], loss[0], floor[0], fit[0]};
-        return Choice{by[at], loss[at], floor[at], fit[at]};
+        first = known_of[0];
+        return known_of[at];
     }
 
     // The stored scale nearest to `wanted`; one that may not be used never wins.
-    inline Choice choice(float wanted, int32_t zero) const {
+    inline Choice choice(float wanted, int32_t zero, float share) const {
         const float scale = round_to_stored(wanted, spec.scale, spec.limit);
         if (!((spec.signed_scale ? std::fabs(scale) : scale) >= 0x1p-126f)) return Choice{{}, HUGE_VALF, HUGE_VALF, NOT_A_NUMBER};
-        return choice(Scaling{scale, 1.0f / scale, zero});
+        return choice(Scaling{scale, 1.0f / scale, zero}, share);
     }
 
     Scaling best(Scaling nearest) const {
         Choice first, found;
+        const float share = this->share();
         if (how.factor_count == 3 && spec.scale != SCALE_E8M0) {
-            found = weights ? lowest_of_four<true>(nearest, first) : lowest_of_four<false>(nearest, first);
+            found = weights ? lowest_of_four<true>(nearest, share, first) : lowest_of_four<false>(nearest, share, first);
         } else {
-            found = first = choice(nearest);
+            found = first = choice(nearest, share);
             for (int64_t i = 0; i < how.factor_count; ++i) {
-                found = promising(found, choice(nearest.scale * how.factors[i], nearest.zero));
+                found = promising(found, choice(nearest.scale * how.factors[i], nearest.zero, share));
             }
         }
         for (int step = -1; spec.element == AFFINE && step <= 1; step += 2) {
             const int32_t zero = std::min(std::max(found.by.zero + step, 0), (1 << spec.bits) - 1);
-            found = promising(found, choice(Scaling{found.by.scale, found.by.inverse, zero}));
+            found = promising(found, choice(Scaling{found.by.scale, found.by.inverse, zero}, share));
         }
         Choice least = better(first, found);
         for (int64_t i = 0; i < how.refinements; ++i) {
-            found = choice(found.fit, found.by.zero);
+            found = choice(found.fit, found.by.zero, share);
             least = better(least, found);
         }
         return least.by;

@@ -11,6 +11,7 @@ namespace nc {
 struct Search {
     static constexpr int64_t MOST = 64;  // factors
     const float* importance;  // of the row's elements, or null
+    float gain;
     const float* factors;
     int64_t factor_count, refinements;
 };
