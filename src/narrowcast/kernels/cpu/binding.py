@@ -32,8 +32,6 @@ LIBRARY = "_narrowcast_core"
 
 GRAIN = 1 << 18
 """Elements that are worth a thread of their own. A guess on the safe side, not a measurement."""
-
-
 LINEAR_GRAIN = 1 << 17
 """Bytes of rows, times vectors that they are multiplied with, that are worth a thread of their own."""
 
