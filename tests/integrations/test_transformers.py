@@ -338,6 +338,17 @@ def test_rows_that_the_config_does_not_list_are_refused(folder: Save) -> None:
         load(path)
 
 
+def test_floats_of_another_shape_are_refused(folder: Save) -> None:
+    path = folder(load(folder(llama()), NarrowcastConfig("int4", rules={"up_proj": None})))
+    stored = load_file(path / "model.safetensors")
+    stored["model.layers.0.mlp.up_proj.weight"] = torch.zeros(128, 32)
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        StateDictError, match=r"up_proj\.weight: expected floats of shape \[128, 64\], found .*\[128, 32\]"
+    ):
+        load(path)
+
+
 def test_rows_that_are_missing_are_refused(folder: Save) -> None:
     path = folder(load(folder(llama()), NarrowcastConfig("int4")))
     stored = load_file(path / "model.safetensors")

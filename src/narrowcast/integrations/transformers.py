@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast import codec as as_codec
-from narrowcast.codecs import Codec, checks
-from narrowcast.codecs.payload import EncodedRows, Encoding, encode_rows
+from narrowcast.codecs import Codec
+from narrowcast.codecs.payload import Encoding, encode_rows
 from narrowcast.codecs.registry import codec_in_file
 from narrowcast.codecs.rules import CodecLike, compile_rules
 from narrowcast.codecs.sensitivity import is_finite
@@ -46,6 +46,7 @@ except ImportError as error:
         "narrowcast.integrations.transformers needs transformers 5 or later. Run: pip install 'narrowcast[hf]'"
     ) from error
 
+from narrowcast.integrations.loaded_rows import check_floats, check_rows, decode
 from narrowcast.integrations.model_names import keys_of
 
 METHOD = "narrowcast"
@@ -97,12 +98,16 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
         """The weights to encode while they are loaded, under all their keys."""
         self.floats: dict[str, Encoding] = {}
         """Rows to decode after loading, for modules that cannot hold them."""
+        self.shapes: dict[str, torch.Size] = {}
+        """Of weights that files may hold as rows: their shapes as floats."""
         self.quiet: Any = None
 
     # -- before loading: choose codecs on the empty model --------------------------------------------------------
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         if self.pre_quantized:
+            keys = {key for weight in survey(model).weights for key in weight.names()}
+            self.shapes = {key: value.shape for key, value in model.state_dict().items() if key in keys}
             adopt(model, self._stored_encodings(model))
             # config.json describes the rows. The files do not, and the loader must not report that as missing.
             self.quiet = model.register_state_dict_post_hook(drop_codecs)
@@ -159,14 +164,15 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
     # -- while loading: encode each weight as it arrives ---------------------------------------------------------
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        return param_name in self.chosen
+        # With files of rows it means: do not compare shapes. They are compared after loading, rows and floats apart.
+        return param_name in (self.shapes.keys() | self.floats.keys() if self.pre_quantized else self.chosen)
 
     def get_quantize_ops(self) -> ConversionOps:
         return Encode(self)
 
     @property
     def quantized_element_size(self) -> float | None:
-        codec = self.quantization_config.codec
+        codec = None if self.pre_quantized else self.quantization_config.codec
         return None if codec is None else as_codec(codec).bits_per_element() / 8
 
     # -- after loading: check the rows ---------------------------------------------------------------------------
@@ -175,14 +181,15 @@ class NarrowcastHfQuantizer(HfQuantizer):  # type: ignore[misc]
         for weight, codec in self.chosen.values():
             _complete(weight, codec)
         for key, encoding in self.floats.items():
-            _decode(model, key, encoding)
+            decode(model, key, encoding)
         finish(model)
         if self.quiet is not None:
             self.quiet.remove()
         for name, module in model.named_modules():
-            _check_rows(name, module)
+            check_rows(name, module)
+        check_floats(model, self.shapes)
         show_dtype(model)
-        self.chosen, self.floats = {}, {}
+        self.chosen, self.floats, self.shapes = {}, {}, {}
         self.quantization_config.weights = {name: encoding.codec.spec for name, encoding in encodings(model).items()}
         return model
 
@@ -255,37 +262,3 @@ def _complete(weight: Weight, codec: Codec) -> None:
         if first is not None and not isinstance(slot.module, Encoded) and rows.dtype == torch.uint8:
             become(slot.module, slot.target, float_dtype_of(first))
             hold(slot.module, slot.parameter, rows, next(iter(encoded_parameters(first).values())))
-
-
-def _decode(model: nn.Module, key: str, encoding: Encoding) -> None:
-    """Replace rows by floats."""
-    name, _, parameter = key.rpartition(".")
-    module = model.get_submodule(name)
-    rows = module._parameters[parameter]
-    if rows is not None and rows.dtype == torch.uint8 and rows.shape[:-1] == encoding.shape[: rows.dim() - 1]:
-        module._parameters[parameter] = nn.Parameter(EncodedRows(rows.detach(), *encoding).decode())
-        logger.info(f"{key}: {type(module).__name__} cannot hold encoded rows; decoded from {encoding.codec.spec}.")
-
-
-def _check_rows(name: str, module: nn.Module) -> None:
-    """Refuse rows that do not fit: for quantized models, the loader checks neither shapes nor dtypes."""
-    known = encoded_parameters(module)
-    for parameter, rows in module._parameters.items():
-        held = known.get(parameter)
-        if rows is None or (held is None and rows.dtype != torch.uint8):
-            continue
-        if held is not None and not getattr(rows, "_is_hf_initialized", False) and not rows.is_meta:
-            raise StateDictError(
-                f"{name}.{parameter}: config.json lists it among the encoded weights, but no file holds its rows. "
-                "The folder is incomplete: save or download it again."
-            )
-        lead = rows.dim() - 1
-        fits = held and rows.shape == (*held.shape[:lead], held.codec.row_bytes(held.shape[lead:].numel()))
-        if not fits or rows.dtype != torch.uint8:
-            expected = f"rows of {held.codec.spec!r} for a weight of {list(held.shape)}" if held else "floats"
-            raise StateDictError(
-                f"{name}.{parameter}: expected {expected}, found {checks.describe(rows)}. "
-                "config.json and the files are of different saves, or the weight was encoded without its model as "
-                "[in, out], as GPT-2 keeps it: quantize that model with from_pretrained(..., "
-                "quantization_config=NarrowcastConfig(...)) instead."
-            )
