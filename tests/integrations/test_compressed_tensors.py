@@ -118,8 +118,8 @@ def test_transformers_loads_an_exported_model_and_computes_the_same(codec: str, 
     described = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert described["config_groups"]["group_0"]["targets"] == ["Linear"]
     assert described["ignore"] == ["lm_head"]
-    # compressed-tensors 0.20 expects zero points unpacked where it prepares an empty model, and packs them when it saves
-    # one: transformers 5.23 notices and refuses every such folder, unless it decodes while it loads.
+    # compressed-tensors 0.20 prepares an empty model for unpacked zero points, and packs those that it saves:
+    # transformers 5.23 notices and refuses every such folder, unless it decodes while it loads.
     how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if "zero_point" in codec else {}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **how)
     with torch.no_grad():
