@@ -1,7 +1,7 @@
 """Which loss a search of scales should make least: one search, many losses, two models that learned for real.
 
     python bench/search_losses.py lm --weights lm0.pt lm1.pt ... [--windows 256] [--out FOLDER]   # a byte GPT, on a GPU
-    PYTHONPATH=src:bench:/tmp/minilm python bench/search_losses.py minilm [--out FOLDER]            # on a CPU or a GPU
+    python bench/search_losses.py minilm [--out FOLDER]       # the model of bench/quality.py, on a CPU or a GPU
 
 The search here is plain torch and exhaustive (FACTORS of the nearest scale, then one fit), so that it tells of the loss
 and not of the search. A loss of a block of weights w with errors e, and weights d of its elements, is
