@@ -7,10 +7,11 @@
 The ranks share the GPU by MPS, and NCCL takes its sockets over loopback (tests/distributed/one_gpu.py): its speed is
 that of the processors, a few GB/s. `one` is a call with the GPU waited for, `row` a call of several in a row, `host`
 how long the host was at it, in ms, each a median over the rounds. `x NCCL` is how many times faster than NCCL's fp32
-in a row. `hidden` is the share of a 64 MB reduction that takes no time beside matmuls: 1 - (both - matmuls) / alone,
-the median of the rounds, and half of what the middle half of them spans. The matmuls take little longer than the
-longest reduction, since their own time varies by a percent: of 130 ms of them, that is a third of a reduction of int8.
-Their clock depends on what ran before: so each of the three comes after the same load, in an order drawn by lot.
+in a row. `hidden` is the share of 64 MB reductions that takes no time beside matmuls: 1 - (both - matmuls) / alone,
+the median of the rounds, and half of what the middle half of them spans. The matmuls' own time varies by a percent,
+which is a tenth of one reduction in int8: so as many reductions follow each other as take about half of the matmuls'
+time (`times`). The GPU's clock depends on what ran before: each of the three comes after the same load, in an order
+drawn by lot.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ CONTENDERS = ("NCCL", "raw", "int8", "int4")
 ROUNDS = 7
 HIDDEN_MB = 64
 HIDDEN_ROUNDS = 16
+TIMES = {"NCCL": 1, "raw": 2, "int8": 4, "int4": 7}
+"""So many reductions, one after the other, beside the matmuls."""
 MATMULS = 12
 LOAD = 4
 """Matmuls before each of what is timed."""
@@ -85,7 +88,7 @@ def meet() -> None:
 
 
 def hidden(contender: str) -> dict[str, float]:
-    """Milliseconds of matmuls alone, of a reduction alone, and of both; the share that is hidden, and its spread."""
+    """Milliseconds of matmuls alone, of reductions alone, and of both; the share that is hidden, and its spread."""
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     tensor = torch.randn(HIDDEN_MB << 18, device="cuda")
     seconds: dict[str, list[float]] = {"matmuls": [], "alone": [], "both": []}
@@ -97,10 +100,10 @@ def hidden(contender: str) -> dict[str, float]:
             tensor.normal_()
             meet()
             start = time.perf_counter()
-            work = None if what == "matmuls" else reduce(contender, tensor, async_op=True)
+            works = [reduce(contender, tensor, True) for _ in range(0 if what == "matmuls" else TIMES[contender])]
             for _ in range(0 if what == "alone" else MATMULS):
                 torch.mm(matrix, matrix)
-            if work is not None:
+            for work in works:
                 work.wait()
             torch.cuda.synchronize()
             if round_:
@@ -108,7 +111,7 @@ def hidden(contender: str) -> dict[str, float]:
     medians = {what: statistics.median(values) for what, values in seconds.items()}
     lost = [both - matmuls for both, matmuls in zip(seconds["both"], seconds["matmuls"], strict=True)]
     first, middle, last = (1.0 - quartile / medians["alone"] for quartile in statistics.quantiles(lost, n=4))
-    return {**medians, "hidden": middle, "spread": (first - last) / 2}
+    return {**medians, "times": TIMES[contender], "hidden": middle, "spread": (first - last) / 2}
 
 
 def rank_main(given: argparse.Namespace) -> None:
@@ -166,11 +169,12 @@ def markdown(results: list[dict[str, Any]]) -> str:
             times = " | ".join(f"{r[name]:.2f}" for name in ("one", "row", "host"))
             ratio = plain[r["ranks"], r["kb"]] / r["row"]
             lines.append(f"| {r['ranks']} | {r['kb']} | {r['contender']} | {times} | {ratio:.2f} |")
-    lines += ["", "| ranks | | matmuls | alone | both | hidden |", "|--:|---|--:|--:|--:|--:|"]
+    lines += ["", "| ranks | | times | matmuls | alone | both | hidden |", "|--:|---|--:|--:|--:|--:|--:|"]
     for r in results:
         if "both" in r:
             times = " | ".join(f"{r[name]:.1f}" for name in ("matmuls", "alone", "both"))
-            lines.append(f"| {r['ranks']} | {r['contender']} | {times} | {r['hidden']:.0%} ± {r['spread']:.0%} |")
+            share = f"{r['hidden']:.0%} ± {r['spread']:.0%}"
+            lines.append(f"| {r['ranks']} | {r['contender']} | {r['times']} | {times} | {share} |")
     return "\n".join(lines) + "\n"
 
 
@@ -200,7 +204,10 @@ def main() -> None:
             print(
                 "no nvidia-cuda-mps-control here: ranks take turns on the GPU, and times say nothing", file=sys.stderr
             )
-        results = [result for ranks in given.ranks for result in measure(ranks, given)]
+        results = []
+        for ranks in given.ranks:
+            results += measure(ranks, given)
+            print(f"{ranks} ranks: done", file=sys.stderr, flush=True)
     table = of_host(results) if given.host else markdown(results)
     print(table)
     if given.out:
