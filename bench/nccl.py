@@ -1,7 +1,7 @@
 """all_reduce over NCCL beside NCCL's own, with several ranks on one GPU; and how much of it hides behind matmuls.
 
     python bench/nccl.py                        2 and 4 ranks: tables
-    ... --ranks 2  --sizes 64,1024  --out FOLDER
+    ... --ranks 2  --sizes 64,1024  --contenders NCCL,int8  --out FOLDER
     ... --host                                  what a call of each size holds the host up for (nccl_host.py)
 
 The ranks share the GPU by MPS, and NCCL takes its sockets over loopback (tests/distributed/one_gpu.py): its speed is
@@ -9,9 +9,10 @@ that of the processors, a few GB/s. `one` is a call with the GPU waited for, `ro
 how long the host was at it, in ms, each a median over the rounds. `x NCCL` is how many times faster than NCCL's fp32
 in a row. `hidden` is the share of 64 MB reductions that takes no time beside matmuls: 1 - (both - matmuls) / alone,
 the median of the rounds, and half of what the middle half of them spans. The matmuls' own time varies by a percent,
-which is a tenth of one reduction in int8: so as many reductions follow each other as take about half of the matmuls'
-time (`times`). The GPU's clock depends on what ran before: each of the three comes after the same load, in an order
-drawn by lot.
+which is a tenth of one reduction in int8: so as many reductions (`times`) as take about half of the matmuls' time are
+started after one matmul each, as DDP starts those of its buckets. `slowed` is what the matmuls take beside them: the
+rest of `both` is reductions that end after the matmuls. The GPU's clock depends on what ran before: each of
+the three comes after the same load, in an order drawn by lot.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def hidden(contender: str) -> dict[str, float]:
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     tensor = torch.randn(HIDDEN_MB << 18, device="cuda")
     seconds: dict[str, list[float]] = {"matmuls": [], "alone": [], "both": []}
+    slowed: list[float] = []
     order = random.Random(0)  # the same on all ranks
     for round_ in range(HIDDEN_ROUNDS + 1):
         for what, values in order.sample(list(seconds.items()), 3):
@@ -100,18 +102,26 @@ def hidden(contender: str) -> dict[str, float]:
             tensor.normal_()
             meet()
             start = time.perf_counter()
-            works = [reduce(contender, tensor, True) for _ in range(0 if what == "matmuls" else TIMES[contender])]
-            for _ in range(0 if what == "alone" else MATMULS):
-                torch.mm(matrix, matrix)
+            works, first = [], torch.cuda.Event(enable_timing=True)
+            first.record()
+            for i in range(MATMULS):
+                if what != "alone":
+                    torch.mm(matrix, matrix)
+                if what != "matmuls" and i < TIMES[contender]:
+                    works.append(reduce(contender, tensor, True))
+            last = torch.cuda.Event(enable_timing=True)
+            last.record()
             for work in works:
                 work.wait()
             torch.cuda.synchronize()
             if round_:
                 values.append(1e3 * (time.perf_counter() - start))
+                slowed += [first.elapsed_time(last)] if what == "both" else []
     medians = {what: statistics.median(values) for what, values in seconds.items()}
+    medians["slowed"] = statistics.median(slowed)
     lost = [both - matmuls for both, matmuls in zip(seconds["both"], seconds["matmuls"], strict=True)]
-    first, middle, last = (1.0 - quartile / medians["alone"] for quartile in statistics.quantiles(lost, n=4))
-    return {**medians, "times": TIMES[contender], "hidden": middle, "spread": (first - last) / 2}
+    low, middle, high = (1.0 - quartile / medians["alone"] for quartile in statistics.quantiles(lost, n=4))
+    return {**medians, "times": TIMES[contender], "hidden": middle, "spread": (low - high) / 2}
 
 
 def rank_main(given: argparse.Namespace) -> None:
@@ -126,12 +136,14 @@ def rank_main(given: argparse.Namespace) -> None:
         results[-1]["profile"] = nccl_host.profiled(kb, codec)
     for kb in () if given.host else given.sizes:
         tensor = torch.randn(kb * 256, device="cuda")
-        for contender in CONTENDERS:
+        for contender in given.contenders:
             tensor.normal_()
             times = timed(functools.partial(reduce, contender, tensor), 10 if kb < 5000 else 3)
             results.append({"ranks": world, "kb": kb, "contender": contender, **times})
-    for contender in () if given.host or not given.overlap else CONTENDERS:
+    for contender in () if given.host or not given.overlap else given.contenders:
         results.append({"ranks": world, "contender": contender, **hidden(contender)})
+        if rank == 0:
+            print(results[-1], file=sys.stderr, flush=True)
     if rank == 0:
         print("RESULT" + json.dumps(results), flush=True)
     dist.destroy_process_group()
@@ -144,6 +156,7 @@ def measure(ranks: int, given: argparse.Namespace) -> list[dict[str, Any]]:
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, __file__, "--sizes", ",".join(map(str, given.sizes))]
+    command += ["--contenders", ",".join(given.contenders)]
     command += ["--host"] * given.host + ["--no-overlap"] * (not given.overlap)
     processes = [
         subprocess.Popen(
@@ -169,10 +182,10 @@ def markdown(results: list[dict[str, Any]]) -> str:
             times = " | ".join(f"{r[name]:.2f}" for name in ("one", "row", "host"))
             ratio = plain[r["ranks"], r["kb"]] / r["row"]
             lines.append(f"| {r['ranks']} | {r['kb']} | {r['contender']} | {times} | {ratio:.2f} |")
-    lines += ["", "| ranks | | times | matmuls | alone | both | hidden |", "|--:|---|--:|--:|--:|--:|--:|"]
+    lines += ["", "| ranks | | times | matmuls | slowed | alone | both | hidden |", "|--:|---|--:|--:|--:|--:|--:|--:|"]
     for r in results:
         if "both" in r:
-            times = " | ".join(f"{r[name]:.1f}" for name in ("matmuls", "alone", "both"))
+            times = " | ".join(f"{r[name]:.1f}" for name in ("matmuls", "slowed", "alone", "both"))
             share = f"{r['hidden']:.0%} ± {r['spread']:.0%}"
             lines.append(f"| {r['ranks']} | {r['contender']} | {r['times']} | {times} | {share} |")
     return "\n".join(lines) + "\n"
@@ -189,7 +202,10 @@ def of_host(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4", type=lambda text: [int(n) for n in text.split(",")])
-    parser.add_argument("--sizes", default="64,1024,8192,32768", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument(
+        "--sizes", default="64,1024,8192,32768", type=lambda text: [int(n) for n in text.split(",") if n]
+    )
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), type=lambda text: text.split(","))
     parser.add_argument("--out", type=Path, help="folder for nccl.md and nccl.json")
     parser.add_argument("--host", action="store_true", help="what a call holds the host up for, and nothing else")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
