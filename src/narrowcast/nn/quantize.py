@@ -40,10 +40,11 @@ from narrowcast.nn.noise import sqnr_of_rows
 from narrowcast.nn.report import Entry, Report
 from narrowcast.nn.rounding import Rounding
 from narrowcast.nn.rounding.batches import UNCHANGED, evaluating, read_batches
-from narrowcast.nn.rounding.choice import Chosen, as_rounding
+from narrowcast.nn.rounding.choice import Chosen, as_rounding, gain_of
 from narrowcast.nn.rounding.losses import nearest_error, relative_error
 from narrowcast.nn.rounding.moments import InputMoments
 from narrowcast.nn.rounding.progress import shown
+from narrowcast.nn.rounding.random_tokens import Guess, guess_inputs
 from narrowcast.nn.rounding.recording import attention_calls_projections, why_no_moments
 from narrowcast.nn.rounding.resume import Finished, digest_of_data, digest_of_model
 from narrowcast.nn.rounding.sequence import round_in_order
@@ -93,9 +94,13 @@ def quantize_(
         _refuse_checkpoint(checkpoint)
     with shown("rounding", len(choices), progress) as advance:
         if batches is None:
+            guess = guess_inputs(model, choices) if chosen_rounding.searches else Guess()
             entries = []
             for weight, codec in choices:
-                entries.append(_encode(weight, codec, chosen_rounding, None)[1])
+                key = weight.slots[0].key
+                known, target = guess.squares.get(key), guess.targets.get(key)
+                entry = _encode(weight, codec, chosen_rounding, known, target)[1]
+                entries.append(entry._replace(note=guess.note(weight)) if chosen_rounding.searches else entry)
                 advance()
         else:
             entries = _encode_on_data(model, choices, chosen_rounding, batches, checkpoint, advance)
@@ -208,7 +213,7 @@ def _encode_on_data(
         if key in finished:
             entries[key] = _place_finished(weight, codecs[key], *finished.read(key))
         else:
-            wanted = target if rounding.needs_data else None  # data changes no row of other roundings
+            wanted = target if rounding.needs_data or rounding.searches else None  # data changes no row of others
             rows, entries[key] = _encode(weight, codecs[key], rounding, moments, wanted, on_data=True)
             finished.keep(key, rows.data, entries[key]._asdict())
         finished.move_out(floats)
@@ -240,7 +245,8 @@ def _encode(
     floats = slot.float_weight().detach()
     floats = floats.t().contiguous() if slot.transposed else floats
     wanted = floats if target is None else target.to(floats.dtype)
-    rows, name, note = rounding.rows(wanted, codec, slot.lead, moments, why_no_moments(weight))
+    gain = gain_of(weight)
+    rows, name, note = rounding.rows(wanted, codec, slot.lead, moments, why_no_moments(weight), gain)
     compared = on_data or name != "nearest"
     entry = Entry(
         name=slot.key,
@@ -252,8 +258,8 @@ def _encode(
         sqnr=sqnr_of_rows(floats, rows),
         tied=tuple(weight.names()[1:]),
         rounding=name,
-        nearest_error=nearest_error(floats, rows, moments, wanted) if compared else None,
-        error=relative_error(wanted, rows, moments) if compared else None,
+        nearest_error=nearest_error(floats, rows, moments, wanted, gain) if compared else None,
+        error=relative_error(wanted, rows, moments, gain) if compared else None,
         note=note,
     )
     place(weight, rows)
