@@ -3,7 +3,8 @@
 `quantize_` decides first and changes then. It chooses the codec of every weight, and lists what it skips and why. All
 that is wrong with rules or weights is raised before the first module changes. Then weights are encoded one at a time,
 and each float weight is freed before the next is encoded: the peak of memory is the float model and one layer's rows. A
-weight that several modules share is encoded once and stays shared.
+weight that several modules share is encoded once and stays shared. A search runs random tokens through the model first
+(nn/rounding/random_tokens.py), which changes nothing.
 
 With `data`, batches run through the model while it is rounded (nn/rounding/sequence.py). The float weights stay until
 all is done, and the model is as it was if anything fails on the way, an interruption included.
