@@ -27,7 +27,7 @@ from narrowcast.kernels.triton.rows import encode
 from narrowcast.kernels.triton.tables import cells
 
 GROUPS = 4
-"""Blocks that a program of the search takes: a warp has eight threads for each, and no thread waits for another warp."""
+"""Blocks that a program of the search takes, a warp: eight threads for each."""
 
 
 def encode_searched(out: Tensor, rows: Tensor, importance: Tensor | None, gain: float, recipe: Recipe) -> None:

@@ -36,6 +36,11 @@ class Chosen:
     def searches(self) -> bool:
         return self.rounding is round_by_search
 
+    @property
+    def takes_data(self) -> bool:
+        """Whether data changes rows."""
+        return self.needs_data or self.searches
+
     def rows(
         self, weight: Tensor, codec: Codec, lead: int, moments: InputMoments | None, why_not: str, gain: float = GAIN
     ) -> tuple[EncodedRows, str, str]:

@@ -62,11 +62,16 @@ class Guess(NamedTuple):
     why_not: str = ""
     """Why nothing is known."""
 
-    def note(self, weight: Weight) -> str:
-        """Why the columns of a weight count alike; empty where they do not, and for tables."""
-        if weight.slots[0].key in self.squares or why_no_moments(weight):
-            return ""
-        return f"columns count alike: {self.why_not or 'random tokens do not reach it'}"
+    def of(self, weight: Weight) -> tuple[InputMoments | None, Tensor | None, str]:
+        """The squares of a weight's inputs, what to round it to, and why its columns count alike where they do."""
+        key = weight.slots[0].key
+        alike = self is not NOTHING and key not in self.squares and not why_no_moments(weight)
+        note = f"columns count alike: {self.why_not or 'random tokens do not reach it'}" if alike else ""
+        return self.squares.get(key), self.targets.get(key), note
+
+
+NOTHING = Guess()
+"""For roundings that do not ask."""
 
 
 def guess_inputs(model: nn.Module, choices: Sequence[tuple[Weight, Codec]]) -> Guess:
