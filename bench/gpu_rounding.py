@@ -1,11 +1,13 @@
 """Roundings on a GPU: are searched rows those of the CPU, how long do a billion weights take, and does gptq work there?
 
     PYTHONPATH=src python bench/gpu_rounding.py [--weights 1e9] [--json FILE]
+    PYTHONPATH=src python bench/gpu_rounding.py --device cpu --only times --weights 16e6    # one thread of a CPU
 
 Searched scales on CUDA are compared with those of the CPU, byte for byte, for codecs of every kind. Times are medians
-of three passes over one bf16 tensor, after a first one that compiles; `with columns` is what `rounding="search"` takes,
-which weighs columns first. gptq rounds a small stack of blocks on either device, plain and with a checkpoint that
-is resumed; its layers' errors are compared, since products in another order change some codes.
+of three passes over one bf16 tensor, after a first one that compiles; each is printed as soon as it is known. `with
+columns` is what `rounding="search"` takes, whose columns count by their inputs. gptq rounds a small stack of blocks
+on either device, plain and with a checkpoint that is resumed; its layers' errors are compared, since products in
+another order change some codes.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.kernels.reference.search import GAIN
 from narrowcast.nn.rounding.search import round_by_search
 
 COMPARED = (
@@ -85,35 +88,40 @@ def compare() -> dict[str, Any]:
     return {"compared": 7 * len(COMPARED), "differing": differing}
 
 
-def seconds(work: Callable[[], object]) -> float:
-    work()
-    times = []
-    for _ in range(3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+def seconds(work: Callable[[], object], device: str, rounds: int = 3) -> tuple[float, float]:
+    """The median of some passes, and what the first one takes, which compiles; on a CPU the processor's time."""
+    times, clock = [], time.perf_counter if device == "cuda" else time.process_time
+    for _ in range(1 + rounds):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = clock()
         work()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(clock() - start)
+    return statistics.median(times[1:]), times[0]
 
 
-def timings(weights: int) -> list[dict[str, Any]]:
-    x = torch.empty(max(weights // 4096, 1), 4096, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
+def timings(weights: int, specs: Sequence[str], device: str) -> list[dict[str, Any]]:
+    x = torch.empty(max(weights // 4096, 1), 4096, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
+    counts = torch.rand(4096, device=device) + 0.5
     lines = []
-    for spec in TIMED:
+    for spec in specs:
         codec = nc.codec(spec)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        line = {
-            "codec": spec,
-            "kernel": nc.which_kernel(codec, "cuda", operation="encode_searched"),
-            "nearest_s": seconds(lambda codec=codec: codec.encode(x)),
-            "encode_searched_s": seconds(lambda codec=codec: codec.encode_searched(x)),
-            "search_s": seconds(lambda codec=codec: round_by_search(x, codec, 1)),
-            "peak_bytes_beside_the_weight": torch.cuda.max_memory_allocated() - before,
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        line: dict[str, Any] = {"codec": spec, "kernel": nc.which_kernel(codec, device, operation="encode_searched")}
+        works = {
+            "nearest": lambda codec=codec: codec.encode(x),
+            "searched": lambda codec=codec: codec.encode_searched(x, gain=GAIN),
+            "with columns": lambda codec=codec: codec.encode_searched(x, counts, GAIN),
         }
-        line["ratio"] = line["encode_searched_s"] / line["nearest_s"]
-        print(json.dumps(line), flush=True)  # a run that is cut off has said what it knew
+        for name, work in works.items():
+            line[f"{name} s"], line[f"{name}, first s"] = seconds(work, device)
+            print(spec, name, f"{line[f'{name} s']:.4f} s, first {line[f'{name}, first s']:.1f} s", flush=True)
+        line["GB beside the weight"] = (torch.cuda.max_memory_allocated() - before) / 1e9 if device == "cuda" else 0.0
+        line["ratio"] = line["with columns s"] / line["nearest s"]
         lines.append(line)
     return lines
 
@@ -173,12 +181,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=float, default=1e9)
     parser.add_argument("--json", default=os.path.join(os.environ.get("OUT", "."), "gpu_rounding.json"))
+    parser.add_argument("--device", default="cuda", help="cpu times on one thread instead, with --only times")
     parser.add_argument("--only", default="", help="bytes, times or gptq")
+    parser.add_argument("--codecs", default=";".join(TIMED), help="which are timed, with semicolons between")
     options = parser.parse_args()
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    torch.set_num_threads(1 if options.device == "cpu" else torch.get_num_threads())
+    name = torch.cuda.get_device_name() if options.device == "cuda" else options.device
+    result: dict[str, Any] = {"device": name, "torch": torch.__version__}
     for name, work in (
         ("bytes", compare),
-        ("times", lambda: timings(int(options.weights))),
+        ("times", lambda: timings(int(options.weights), options.codecs.split(";"), options.device)),
         ("gptq", gptq),
     ):
         if options.only not in ("", name):
@@ -199,13 +211,10 @@ def show(name: str, value: Any) -> None:
     if name != "times" or isinstance(value, str):
         print(f"{name}: {json.dumps(value, indent=1)}")
         return
-    print(f"{'codec':32} {'kernel':10} {'nearest':>9} {'searched':>9} {'ratio':>6} {'with columns':>12} {'beside':>8}")
+    names = "nearest s", "searched s", "with columns s", "ratio", "GB beside the weight"
+    print(f"| codec | kernel | {' | '.join(names)} |")
     for line in value:
-        print(
-            f"{line['codec']:32} {line['kernel']:10} {line['nearest_s'] * 1e3:7.1f}ms "
-            f"{line['encode_searched_s'] * 1e3:7.1f}ms {line['ratio']:6.1f} {line['search_s'] * 1e3:10.1f}ms "
-            f"{line['peak_bytes_beside_the_weight'] / 1e9:6.2f}GB"
-        )
+        print(f"| {line['codec']} | {line['kernel']} | {' | '.join(f'{line[name]:.4g}' for name in names)} |")
 
 
 if __name__ == "__main__":

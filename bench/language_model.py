@@ -47,7 +47,7 @@ RATES = {"tiny": 2e-3, "full": 6e-4}
 BATCHES = {"tiny": 16, "full": 64}
 SAVE = 500
 ENDINGS = (".py", ".md", ".rst", ".txt")
-CODECS = ("int4:block=64", "int4:block=128", "nf4", "int3:block=64")
+CODECS = ("int4:block=64", "int4:block=32", "int4:zero_point=true", "nf4", "int3:block=64", "int3:block=32")
 LAYERS = {"symbols|positions": None}
 """Embeddings stay as they are: rivals have codecs for linear layers only."""
 TARGETS = {("int4:block=64", "gptq"): 0.005, ("int4:block=64", "search"): 0.01, ("int3:block=64", "gptq"): 0.03}
@@ -75,16 +75,26 @@ def texts(size: str) -> tuple[Tensor, Tensor]:
 
 def perplexity(model: nn.Module, text: Tensor, context: int, device: torch.device, most: int) -> float:
     """Per byte, over consecutive windows of `text`, at most `most` of them."""
+    return compared(model, None, text, context, device, most)[0]
+
+
+def compared(
+    model: nn.Module, unrounded: nn.Module | None, text: Tensor, context: int, device: torch.device, most: int
+) -> tuple[float, float]:
+    """The perplexity, and the KL divergence of predictions from those of the unrounded model, in nats a byte."""
     count = min((len(text) - 1) // context, most)
     inputs = text[: count * context].view(count, context).long()
     targets = text[1 : count * context + 1].view(count, context).long()
-    total = 0.0
+    total = away = 0.0
     with torch.inference_mode():
         for start in range(0, count, 16):
-            logits = model(inputs[start : start + 16].to(device)).float()
-            expected = targets[start : start + 16].to(device)
-            total += float(nn.functional.cross_entropy(logits.flatten(0, 1), expected.flatten(), reduction="sum"))
-    return math.exp(total / (count * context))
+            own = inputs[start : start + 16].to(device)
+            found = model(own).float().log_softmax(-1)
+            total -= float(found.gather(-1, targets[start : start + 16].to(device).unsqueeze(-1)).sum())
+            if unrounded is not None:
+                known = unrounded(own).float().log_softmax(-1)
+                away += float((known.exp() * (known - found)).sum())
+    return math.exp(total / (count * context)), away / (count * context)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -156,9 +166,9 @@ def quantize(arguments: argparse.Namespace) -> None:
     def judged(name: str, rounding: str, work: Callable[[nn.Module], float]) -> Row:
         rounded = copy.deepcopy(model)
         seconds, memory, bits = measured(lambda: work(rounded), device)
-        found = perplexity(rounded, held_out, config.context, device, arguments.windows)
+        found, away = compared(rounded, model, held_out, config.context, device, arguments.windows)
         row = {"codec": name, "rounding": rounding, "bits": bits, "perplexity": found, "loss": found / exact - 1}
-        print(_line(row := {**row, "seconds": seconds, "GB": memory}), flush=True)
+        print(_line(row := {**row, "KL": away, "seconds": seconds, "GB": memory}), flush=True)
         return row
 
     exact = perplexity(model, held_out, config.context, device, arguments.windows)
@@ -214,8 +224,8 @@ def measured(work: Callable[[], float], device: torch.device) -> tuple[float, fl
 def _write(folder: Path, name: str, about: dict[str, Any], rows: list[Row]) -> None:
     lines = ["# What each rounding leaves of a language model", ""]
     lines += [*(f"- {key}: {value}" for key, value in about.items()), ""]
-    lines += ["| codec | rounding | bits | perplexity per byte | above float | seconds | GB | asked |"]
-    lines += ["|---|---|---:|---:|---:|---:|---:|---|"]
+    lines += ["| codec | rounding | bits | perplexity per byte | above float | KL | seconds | GB | asked |"]
+    lines += ["|---|---|---:|---:|---:|---:|---:|---:|---|"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text("\n".join([*lines, *map(_line, rows)]) + "\n")
     (folder / f"{name}.json").write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
@@ -224,7 +234,7 @@ def _write(folder: Path, name: str, about: dict[str, Any], rows: list[Row]) -> N
 def _line(row: Row) -> str:
     target = TARGETS.get((row["codec"], row["rounding"]))
     verdict = "" if target is None else f"<= {target:.1%}: {'ok' if row['loss'] <= target else 'MISSED'}"
-    figures = f"{row['perplexity']:.4f} | {row['loss']:+.2%} | {row['seconds']:.1f} | {row['GB']:.2f}"
+    figures = f"{row['perplexity']:.4f} | {row['loss']:+.2%} | {row['KL']:.5f} | {row['seconds']:.1f} | {row['GB']:.2f}"
     return f"| {row['codec']} | {row['rounding']} | {row['bits']:.3f} | {figures} | {verdict} |"
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import narrowcast as nc
 from narrowcast.checkpoint import read
 from narrowcast.cli import app
+from narrowcast.kernels.reference.search import GAIN
 
 WORDS = [f"word{number}" for number in range(40)]
 
@@ -79,19 +80,36 @@ def save_bert(folder: Path, width: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "search"])
-@pytest.mark.parametrize("codec", ["int4:block=16", "nf4", "int3", "int4:zero_point=true", "int8:block=row"])
-def test_a_model_has_the_same_bytes_either_way(bert: Path, tmp_path: Path, codec: str, rounding: str) -> None:
-    """What norms, neighbours or names of a model may tell counts in both or in neither."""
+OF_BERT = pytest.mark.parametrize("spec", ["int4:block=16", "nf4", "int3", "int4:zero_point=true", "int8:block=row"])
+
+
+def rows_of(bert: Path, out: Path, spec: str, rounding: str) -> dict[str, torch.Tensor]:
+    """What the command writes."""
+    assert run("quantize", bert, out, "--codec", spec, "--rounding", rounding).exit_code == 0
+    written = read(out)
+    return {name: written.read(name, 0, written.stored[name].nbytes) for name in written.encodings}
+
+
+@OF_BERT
+def test_a_model_has_the_same_bytes_either_way(bert: Path, tmp_path: Path, spec: str) -> None:
     transformers = pytest.importorskip("transformers")
-    assert run("quantize", bert, tmp_path / "out", "--codec", codec, "--rounding", rounding).exit_code == 0
+    written = rows_of(bert, tmp_path / "out", spec, "nearest")
     model = transformers.BertModel.from_pretrained(bert)
-    nc.quantize_(model, codec, rounding=rounding)
-    written, state = read(tmp_path / "out"), model.state_dict()
-    assert written.encodings.keys() == nc.nn.encodings(model).keys()
-    for name in written.encodings:
-        rows = written.read(name, 0, written.stored[name].nbytes)
-        assert torch.equal(rows.view_as(state[name]), state[name]), name
+    nc.quantize_(model, spec)
+    state = model.state_dict()
+    assert written.keys() == nc.nn.encodings(model).keys()
+    assert all(torch.equal(rows.view_as(state[name]), state[name]) for name, rows in written.items())
+
+
+@OF_BERT
+def test_a_search_of_a_folder_has_no_model_that_could_run(bert: Path, tmp_path: Path, spec: str) -> None:
+    """`quantize_` runs random tokens through the model; the command reads tiles, and columns count alike."""
+    transformers = pytest.importorskip("transformers")
+    written, codec = rows_of(bert, tmp_path / "out", spec, "search"), nc.codec(spec)
+    state = transformers.BertModel.from_pretrained(bert).state_dict()
+    for name, rows in written.items():
+        expected = codec.encode_searched(state[name], gain=GAIN)
+        assert torch.equal(rows.view_as(expected), expected), name
 
 
 def test_gptq_rounds_on_the_text_of_a_file(bert: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 `quantize_` decides first and changes then. It chooses the codec of every weight, and lists what it skips and why. All
 that is wrong with rules or weights is raised before the first module changes. Then weights are encoded one at a time,
 and each float weight is freed before the next is encoded: the peak of memory is the float model and one layer's rows. A
-weight that several modules share is encoded once and stays shared.
+weight that several modules share is encoded once and stays shared. A search runs random tokens through the model first.
 
 With `data`, batches run through the model while it is rounded (nn/rounding/sequence.py). The float weights stay until
 all is done, and the model is as it was if anything fails on the way, an interruption included.
@@ -40,10 +40,11 @@ from narrowcast.nn.noise import sqnr_of_rows
 from narrowcast.nn.report import Entry, Report
 from narrowcast.nn.rounding import Rounding
 from narrowcast.nn.rounding.batches import UNCHANGED, evaluating, read_batches
-from narrowcast.nn.rounding.choice import Chosen, as_rounding
+from narrowcast.nn.rounding.choice import Chosen, as_rounding, gain_of
 from narrowcast.nn.rounding.losses import nearest_error, relative_error
 from narrowcast.nn.rounding.moments import InputMoments
 from narrowcast.nn.rounding.progress import shown
+from narrowcast.nn.rounding.random_tokens import NOTHING, guess_inputs
 from narrowcast.nn.rounding.recording import attention_calls_projections, why_no_moments
 from narrowcast.nn.rounding.resume import Finished, digest_of_data, digest_of_model
 from narrowcast.nn.rounding.sequence import round_in_order
@@ -77,7 +78,6 @@ def quantize_(
     chosen_rounding = as_rounding(rounding)
     compiled = compile_rules(rules, codec)
     weights, skips = survey(model)
-    skips = list(skips)
     count_rules(compiled, skips)
     choices: list[tuple[Weight, Codec]] = []
     for weight in weights:
@@ -93,9 +93,10 @@ def quantize_(
         _refuse_checkpoint(checkpoint)
     with shown("rounding", len(choices), progress) as advance:
         if batches is None:
+            guess = guess_inputs(model, choices) if chosen_rounding.searches else NOTHING
             entries = []
             for weight, codec in choices:
-                entries.append(_encode(weight, codec, chosen_rounding, None)[1])
+                entries.append(_encode(weight, codec, chosen_rounding, *guess.of(weight))[1])
                 advance()
         else:
             entries = _encode_on_data(model, choices, chosen_rounding, batches, checkpoint, advance)
@@ -208,7 +209,7 @@ def _encode_on_data(
         if key in finished:
             entries[key] = _place_finished(weight, codecs[key], *finished.read(key))
         else:
-            wanted = target if rounding.needs_data else None  # data changes no row of other roundings
+            wanted = target if rounding.takes_data else None  # data changes no row of others
             rows, entries[key] = _encode(weight, codecs[key], rounding, moments, wanted, on_data=True)
             finished.keep(key, rows.data, entries[key]._asdict())
         finished.move_out(floats)
@@ -232,6 +233,7 @@ def _encode(
     rounding: Chosen,
     moments: InputMoments | None,
     target: Tensor | None = None,
+    reason: str = "",
     *,
     on_data: bool = False,
 ) -> tuple[EncodedRows, Entry]:
@@ -240,7 +242,7 @@ def _encode(
     floats = slot.float_weight().detach()
     floats = floats.t().contiguous() if slot.transposed else floats
     wanted = floats if target is None else target.to(floats.dtype)
-    rows, name, note = rounding.rows(wanted, codec, slot.lead, moments, why_no_moments(weight))
+    rows, name, note = rounding.rows(wanted, codec, slot.lead, moments, why_no_moments(weight), gain := gain_of(weight))
     compared = on_data or name != "nearest"
     entry = Entry(
         name=slot.key,
@@ -252,9 +254,9 @@ def _encode(
         sqnr=sqnr_of_rows(floats, rows),
         tied=tuple(weight.names()[1:]),
         rounding=name,
-        nearest_error=nearest_error(floats, rows, moments, wanted) if compared else None,
-        error=relative_error(wanted, rows, moments) if compared else None,
-        note=note,
+        nearest_error=nearest_error(floats, rows, moments, wanted, gain) if compared else None,
+        error=relative_error(wanted, rows, moments, gain) if compared else None,
+        note=note or reason,
     )
     place(weight, rows)
     return rows, entry

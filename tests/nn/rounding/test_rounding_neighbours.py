@@ -39,16 +39,21 @@ def tokens(count: int = 8) -> Tensor:
 
 def test_tables_that_are_added_make_up_for_each_other() -> None:
     model, judged = Tables(), tokens(64)
-    exact, errors = model(judged).detach(), {}
-    for rounding in ("search", "gptq"):
+    exact, data = model(judged).detach(), [tokens(), tokens()]
+
+    def error(**options: object) -> float:
         rounded = copy.deepcopy(model)
-        report = nc.quantize_(rounded, "int4:block=64", rounding=rounding, data=[tokens(), tokens()])
-        errors[rounding] = float((rounded(judged) - exact).detach().square().sum())
+        report = nc.quantize_(rounded, "int4:block=64", **options)
         assert [entry.name for entry in report.entries] == ["words.weight", "positions.weight", "types.weight"]
         assert all(entry.error <= entry.nearest_error for entry in report.entries)
+        assert bool((rounded.words(torch.tensor([0])) == 0).all())  # padding stays zero
+        return float((rounded(judged) - exact).detach().square().sum())
+
+    alone = error(rounding=functools.partial(round_by_search, gain=0.0))
     # Three errors of one size, of which the constant one is gone: two thirds, and a little more for its own rounding.
-    assert errors["gptq"] < 0.8 * errors["search"]
-    assert bool((rounded.words(torch.tensor([0])) == 0).all())  # padding stays zero
+    assert error(rounding="gptq", data=data) < 0.8 * alone
+    assert error(rounding="search", data=data) < 0.8 * alone
+    assert error(rounding="search") < 0.8 * alone  # of random tokens
 
 
 def test_a_table_that_is_also_used_alone_is_rounded_as_it_is() -> None:

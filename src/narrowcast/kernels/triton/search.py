@@ -26,8 +26,8 @@ from narrowcast.kernels.triton.groups import Group, group
 from narrowcast.kernels.triton.rows import encode
 from narrowcast.kernels.triton.tables import cells
 
-ELEMENTS = 1024
-"""Elements of the pieces that a program of the search holds, by one warp for each 256."""
+GROUPS = 4
+"""Blocks that a program of the search takes, a warp: eight threads for each."""
 
 
 def encode_searched(out: Tensor, rows: Tensor, importance: Tensor | None, gain: float, recipe: Recipe) -> None:
@@ -48,10 +48,8 @@ def _search(out: Tensor, rows: Tensor, importance: Tensor | None, gain: float, r
     width = min(meaning.LANES, max(8, 1 << (size - 1).bit_length()))
     pieces = -(-size // width)
     blocks = count * where.blocks
-    # Few long blocks get a warp each, so that there are enough of them.
-    groups = ELEMENTS // width if pieces <= 4 else 4
     x = loadable(rows)
-    search_kernels.search_kernel[(-(-blocks // groups),)](
+    search_kernels.search_kernel[(-(-blocks // GROUPS),)](
         scales=seen(out, scale_size(format)),
         out=out,
         x=x,
@@ -67,12 +65,12 @@ def _search(out: Tensor, rows: Tensor, importance: Tensor | None, gain: float, r
         **searching(recipe.table, x),
         FORM=form_of(format, rows.device),
         TRY=_candidates(format),
-        GROUPS=groups,
+        GROUPS=GROUPS,
         WIDTH=width,
         WEIGHTED=importance is not None,
         GAIN=gain != 0,
         ONE=pieces == 1,
-        num_warps=max(1, groups * width // 256),
+        num_warps=1,
         enable_fp_fusion=False,
     )
 

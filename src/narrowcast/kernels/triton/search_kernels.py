@@ -4,7 +4,9 @@
     codes_kernel    rounds elements to the nearest codes under the scales that the rows hold
 
 A program of `search_kernel` takes some blocks, of any rows, in pieces of at most 64 elements. An element's place in its
-piece is its lane in the reference's sums, and pieces come in order: so sums are the reference's, whatever the block.
+piece is its lane in the reference's sums, and pieces come in order: so sums are the reference's, whatever the block. A
+piece of some blocks is [WIDTH / 8 * blocks, 8]: eight threads share a block, and each has every eighth element, so that
+half of the folds stay inside a thread.
 """
 
 # Triton reads annotations: no `from __future__ import annotations` here. Its language is not one that mypy knows.
@@ -57,20 +59,32 @@ def units_of(code, zero, levels, FORM: tl.constexpr):
 
 
 @triton.jit
-def fold(lanes):
-    """The sum of each row of lanes, folded in halves. Every `tl.sum` adds two numbers: no order is left open."""
-    groups: tl.constexpr = lanes.shape[0]
-    width: tl.constexpr = lanes.shape[1]
-    for level in tl.static_range(6):
-        if (width >> level) > 1:
-            lanes = tl.sum(lanes.reshape([groups, 2, width >> (level + 1)]), 1)
-    return lanes.reshape([groups])
+def spread(numbers, TIMES: tl.constexpr):
+    """One number a block [groups] for each row of a piece [TIMES * groups, 8]."""
+    groups: tl.constexpr = numbers.shape[0]
+    return tl.broadcast_to(numbers[None, :], [TIMES, groups]).reshape([TIMES * groups])
+
+
+@triton.jit
+def fold(lanes, GROUPS: tl.constexpr):
+    """The sum of each block's lanes, folded in halves. Every `tl.sum` adds two numbers: no order is left open."""
+    rows: tl.constexpr = lanes.shape[0]
+    for level in tl.static_range(3):
+        if (rows >> level) > GROUPS:
+            lanes = tl.sum(lanes.reshape([2, rows >> (level + 1), 8]), 0)
+    for level in tl.static_range(3):
+        lanes = tl.sum(lanes.reshape([GROUPS, 2, 4 >> level]), 1)
+    return lanes.reshape([GROUPS])
 
 
 @triton.jit
 def load_piece(x, weights, piece, sizes, finite, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr):
     """A piece of each block as fp32, zero where nothing exists or a block is not finite, and its weights."""
-    place = piece * WIDTH + tl.arange(0, WIDTH)[None, :]
+    rows: tl.constexpr = x.shape[0]
+    groups: tl.constexpr = rows // (WIDTH // 8)
+    place = piece * WIDTH + (tl.arange(0, rows) // groups)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    # Without this a thread would take eight neighbours, and most additions would need another thread's number.
+    place = tl.max_contiguous(place, [1, 1])
     inside = (place < sizes[:, None]) & finite[:, None]
     values = to_float32(tl.load(x[:, None] + place, mask=inside, other=0), False)
     importance = tl.where(inside, 1.0, 0.0)
@@ -102,7 +116,7 @@ def share_of(gain, values, importance, inside, x, weights, pieces, sizes, finite
         for piece in range(1, pieces):
             next_values, next_importance, _ = load_piece(x, weights, piece, sizes, finite, WIDTH, WEIGHTED)
             squares += next_values * next_values * next_importance
-    return tl.div_rn(gain, fold(squares))
+    return tl.div_rn(gain, fold(squares, x.shape[0] // (WIDTH // 8)))
 
 
 @triton.jit
@@ -113,16 +127,18 @@ def try_scale(scale, zero, share, values, importance, inside, x, weights, pieces
 
     The first piece is in registers; ONE: there is no other.
     """
-    inverse = reciprocal(scale)
-    errors, cross, squares = lane_products(values, importance, inside, scale, inverse, zero, levels, cells, slope,
+    times: tl.constexpr = WIDTH // 8
+    wide, inverse, zeros = spread(scale, times), spread(reciprocal(scale), times), spread(zero, times)
+    errors, cross, squares = lane_products(values, importance, inside, wide, inverse, zeros, levels, cells, slope,
                                            middle, bend, reach, FORM, SEARCH, WEIGHTED)  # fmt: skip
     if not ONE:
         for piece in range(1, pieces):
             next_values, next_importance, next_inside = load_piece(x, weights, piece, sizes, finite, WIDTH, WEIGHTED)
-            e, c, s = lane_products(next_values, next_importance, next_inside, scale, inverse, zero, levels, cells,
+            e, c, s = lane_products(next_values, next_importance, next_inside, wide, inverse, zeros, levels, cells,
                                     slope, middle, bend, reach, FORM, SEARCH, WEIGHTED)  # fmt: skip
             errors, cross, squares = errors + e, cross + c, squares + s
-    loss, slope_sum, bend_sum = fold(errors), fold(cross), fold(squares)
+    groups: tl.constexpr = scale.shape[0]
+    loss, slope_sum, bend_sum = fold(errors, groups), fold(cross, groups), fold(squares, groups)
     if GAIN:
         lacking, reached = loss + scale * slope_sum, slope_sum + scale * bend_sum
         pull = share * lacking
@@ -220,14 +236,16 @@ def search_kernel(scales, out, x, weights, levels, cells, x_stride, row_bytes, n
     zero = tl.zeros([GROUPS], tl.int32)
     if FORM.element == AFFINE:
         zero = tl.load(zero_at, mask=finite, other=0).to(tl.int32)
-    sizes = tl.minimum(numel - group * block, block)
-    x = x + row * x_stride + group * block
-    weights = weights + group * block
-    values, importance, inside = load_piece(x, weights, 0, sizes, finite, WIDTH, WEIGHTED)
+    times: tl.constexpr = WIDTH // 8
+    sizes = spread(tl.minimum(numel - group * block, block), times)
+    x = x + spread(row * x_stride + group * block, times)
+    weights = weights + spread(group * block, times)
+    here = spread(finite, times)
+    values, importance, inside = load_piece(x, weights, 0, sizes, here, WIDTH, WEIGHTED)
     share = tl.zeros([GROUPS], tl.float32)
     if GAIN:
-        share = share_of(gain, values, importance, inside, x, weights, pieces, sizes, finite, WIDTH, WEIGHTED, ONE)
-    scale, zero = best_of(nearest, zero, share, values, importance, inside, x, weights, pieces, sizes, finite, levels,
+        share = share_of(gain, values, importance, inside, x, weights, pieces, sizes, here, WIDTH, WEIGHTED, ONE)
+    scale, zero = best_of(nearest, zero, share, values, importance, inside, x, weights, pieces, sizes, here, levels,
                           cells, top_scale, slope, middle, bend, reach, FORM, SEARCH, TRY, WIDTH, WEIGHTED, ONE,
                           GAIN)  # fmt: skip
     tl.store(at, scale_bits(scale, finite, FORM.scale), mask=exists)

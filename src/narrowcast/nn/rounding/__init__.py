@@ -9,15 +9,18 @@ A rounding takes the floats of a weight, a codec and statistics of the layer's i
 - The result is an `EncodedRows` with the weight's own shape and dtype. Whatever the rounding, its rows are ordinary
   rows of the codec: nothing that reads them knows how they were rounded.
 
-    nearest, search   need no statistics
+    nearest           needs no statistics
+    search            counts columns by the squares of their inputs, where these are known
     gptq              needs the moments of the layer's inputs
     learned           rounds layers in training to the levels of their learned grid
 
     choice            the rounding that a caller names, and the one that a weight gets
     moments, losses   what is known of inputs; what a rounding loses on a layer's output
+    random_tokens     what inputs look like without data
     batches, recording, sequence   data, inputs of weights while the model runs, the order in which weights are rounded
     passes, resume    a batch through a model; rows that an interrupted call has rounded already
-    sums, output_losses   embeddings whose rows are added; what errors of a weight cost the model's output
+    sums, residuals   embeddings whose rows are added; layers whose output is added to something
+    output_losses     what errors of a weight cost the model's output
     undo, progress    a model as it was; a bar on a terminal
 """
 

@@ -11,8 +11,9 @@ What is done differently here:
   with what the error of each column costs once the others have made up for it, 1 / diag(factor)^2: all at once with
   `act_order`, which rounds the columns with the largest inputs first, and for codecs with one scale a row; else for
   each block when its first column comes up.
-- Inputs are those of the rounded model. Where the inputs in the unrounded model are known too, the weight is first
-  moved to where it gives the unrounded model's outputs best, and so makes up for the layers before it.
+- Inputs are those of the rounded model. Where the outputs in the unrounded model are known too, the weight is first
+  moved to where it gives them best, and so makes up for the layers before it. If the output is only added to another
+  tensor, as in a residual branch, the sum is what is wanted: it makes up for the other term too (sequence.py).
 - H is damped: `damping` times its mean diagonal is added to the diagonal, ten times as much if the factorization fails
   nevertheless. An input that is always zero takes no part: its weights are rounded to nearest.
 - Then scales are fitted to the codes, and codes are chosen once more, column by column, given all others (polish.py).
@@ -39,6 +40,8 @@ from narrowcast.nn.rounding.polish import polish
 COLUMNS = 128
 """Columns whose errors are spread at once over those behind them."""
 LARGEST_DAMPING = 1e6
+PULL = 2.0
+"""How much more weights are damped while they are moved to make up for the layers before them (bench/rounding.py)."""
 ROWS = 8192
 """Outputs that are rounded at once: what a rounding needs beside the weight is bounded, whatever the vocabulary."""
 FEWEST = 16
@@ -86,24 +89,24 @@ class GPTQ:
             candidates = [codec.encode(weight[part], 0)]
             if metric is not None:
                 candidates += self._compensated(target[part], codec, metric)
-            parts.append(_best(candidates, codec, exact[part], finite[part], inputs))
+            parts.append(_best(candidates, codec, exact[part], finite[part], inputs.of_outputs(part)))
         return torch.cat(parts)
 
     def _target(self, weight: Tensor, inputs: Inputs) -> Tensor:
-        """The weight that gives the unrounded model's outputs best on the rounded model's inputs.
+        """The weight that gives the wanted outputs best on the rounded model's inputs.
 
-        It is the least-squares fit of W x by V x', pulled towards W by the damping: V = W (C + d)(H + d)^-1.
+        It is the least-squares fit of y by V x', pulled towards W by the damping: V = (Y + d W)(H + d)^-1.
         """
-        if inputs.cross is None:
+        if inputs.wanted is None:
             return weight
-        damping = self.damping * (float(inputs.moments.diagonal().double().mean()) or 1.0)
-        damped, target = inputs.moments.double(), inputs.cross.double()
+        damping = PULL * self.damping * (float(inputs.moments.diagonal().double().mean()) or 1.0)
+        damped = inputs.moments.double()
         damped.diagonal().add_(damping)
-        target.diagonal().add_(damping)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if int(failed):
             return weight
-        fitted = torch.cholesky_solve(target.t() @ weight.double().t(), lower).t()
+        wanted = inputs.wanted.double() + damping * weight.double()
+        fitted = torch.cholesky_solve(wanted.t(), lower).t()
         return fitted.float().contiguous() if bool(fitted.isfinite().all()) else weight
 
     def _compensated(self, weight: Tensor, codec: Codec, metric: Metric) -> list[Tensor]:

@@ -4,8 +4,8 @@ The squared error of a layer's output, over the inputs it has seen, is the sum o
 error of one output's weights and H the sum of x x^T over the inputs (over windows, for a convolution). So H is all that
 a rounding needs of the data.
 
-The inputs that a layer gets in a rounded model are not those that it had: the layers before it were rounded. Where both
-are known, x and x', the sum of x x'^T says what the layer's output should have been (`cross`).
+The inputs x' that a layer gets in a rounded model are not those that it had: the layers before it were rounded. Where
+it is known what the layer's output y should be, the sum of y x'^T says which weights give it (`wanted`).
 
 A weight whose outputs read different inputs has several H: one for each group of a convolution, for queries, keys and
 values of an attention, for each expert of a mixture. Its outputs, in order, are cut into as many equal parts.
@@ -21,27 +21,34 @@ from torch import Tensor, nn
 
 
 class Inputs(NamedTuple):
-    """The mean moments of the inputs of one group of outputs: [k, k] each."""
+    """The mean moments of the inputs of one group of outputs: [k, k]."""
 
     moments: Tensor
-    cross: Tensor | None = None
-    exact: Tensor | None = None
+    wanted: Tensor | None = None
+    """The mean of y x'^T, [outputs, k]; None where the outputs that are wanted are those of the weight itself."""
+    squares: Tensor | None = None
+    """The mean of y^2, [outputs]."""
+
+    def of_outputs(self, part: slice) -> Inputs:
+        """The same for some of the outputs."""
+        if self.wanted is None or self.squares is None:
+            return self
+        return Inputs(self.moments, self.wanted[part], self.squares[part])
 
     def errors(self, weight: Tensor, rounded: Tensor) -> Tensor:
         """The mean squared errors of outputs, [outputs], if `rounded` stands for `weight` [outputs, k]."""
-        if self.cross is None or self.exact is None:
+        if self.wanted is None or self.squares is None:
             difference = weight - rounded
             error: Tensor = ((difference @ self.moments) * difference).sum(-1)
             return error.clamp(min=0.0)
         # Sums that nearly cancel: in fp64.
-        exact, other = weight.double(), rounded.double()
-        error = ((other @ self.moments.double() - 2 * exact @ self.cross.double()) * other).sum(-1)
-        return (error + ((exact @ self.exact.double()) * exact).sum(-1)).clamp(min=0.0).float()
+        other = rounded.double()
+        error = ((other @ self.moments.double() - 2 * self.wanted.double()) * other).sum(-1)
+        return (error + self.squares.double()).clamp(min=0.0).float()
 
     def energy(self, weight: Tensor) -> Tensor:
         """The mean squared outputs of `weight`."""
-        exact = self.moments if self.exact is None else self.exact
-        return ((weight @ exact) * weight).sum(-1)
+        return ((weight @ self.moments) * weight).sum(-1) if self.squares is None else self.squares
 
 
 class InputMoments:
@@ -51,10 +58,10 @@ class InputMoments:
         self.layer = layer
         self.groups = int(getattr(layer, "groups", 1)) if groups is None else groups
         self.total: Tensor | None = None
-        self.cross: Tensor | None = None
-        """The sums of x x'^T, x being the inputs in the unrounded model; None where they are not known."""
-        self.exact: Tensor | None = None
-        """The sums of x x^T."""
+        self.wanted: Tensor | None = None
+        """The sums of y x'^T, y being the outputs that are wanted; None where they are not known."""
+        self.squares: Tensor | None = None
+        """The sums of y^2."""
         self.counts = [0] * self.groups
         self.keep: Tensor | None = None
         """Which tokens [batch, length] of the batch that runs are no padding; None for all of them."""
@@ -64,17 +71,27 @@ class InputMoments:
         """How many inputs were counted, in the group that has most."""
         return max(self.counts)
 
-    def add(self, x: Tensor, exact: Tensor | None = None) -> None:
-        """Count the inputs of one batch of a Linear or a convolution; `exact` are those in the unrounded model."""
+    def add(self, x: Tensor) -> None:
+        """Count the inputs of one batch of a Linear or a convolution."""
         grouped = self._grouped(self._kept(x))
         moments = (grouped.transpose(1, 2) @ grouped).double()
         self.total = moments if self.total is None else self.total.add_(moments)
         self.counts = [count + grouped.shape[1] for count in self.counts]
-        if exact is not None:
-            unrounded = self._grouped(self._kept(exact)).transpose(1, 2)
-            cross, own = (unrounded @ grouped).double(), (unrounded @ unrounded.transpose(1, 2)).double()
-            self.cross = cross if self.cross is None else self.cross.add_(cross)
-            self.exact = own if self.exact is None else self.exact.add_(own)
+
+    def add_wanted(self, x: Tensor, y: Tensor) -> None:
+        """Count the outputs that are wanted, bias included, of inputs that were counted."""
+        layer: Any = self.layer
+        outputs = self._kept(y).detach().float()
+        outputs = outputs.movedim(-1 - len(layer.kernel_size), -1) if self._convolves() else outputs
+        outputs = outputs if layer.bias is None else outputs - layer.bias.detach().float()
+        outputs = outputs.reshape(-1, self.groups, outputs.shape[-1] // self.groups).transpose(0, 1)
+        wanted = (outputs.transpose(1, 2) @ self._grouped(self._kept(x))).double()
+        squares = outputs.square().sum(1).double()
+        self.wanted = wanted if self.wanted is None else self.wanted.add_(wanted)
+        self.squares = squares if self.squares is None else self.squares.add_(squares)
+
+    def _convolves(self) -> bool:
+        return hasattr(self.layer, "kernel_size")
 
     def add_to_group(self, group: int, x: Tensor) -> None:
         """Count inputs [..., k] of the outputs of one group."""
@@ -87,7 +104,7 @@ class InputMoments:
 
     def _kept(self, x: Tensor) -> Tensor:
         """The inputs of tokens that are no padding; all where an input is no sequence [batch, length, k]."""
-        if self.keep is None or x.dim() != 3 or x.shape[:2] != self.keep.shape or hasattr(self.layer, "kernel_size"):
+        if self.keep is None or x.dim() != 3 or x.shape[:2] != self.keep.shape or self._convolves():
             return x
         return x[self.keep.to(x.device)]
 
@@ -99,14 +116,14 @@ class InputMoments:
     def inputs(self, device: torch.device) -> list[Inputs]:
         """The mean moments of each group, on a device."""
         mean = self.mean().to(device)
-        if self.cross is None or self.exact is None:
+        if self.wanted is None or self.squares is None:
             return [Inputs(group) for group in mean]
-        others = self._mean(self.cross).to(device), self._mean(self.exact).to(device)
+        others = self._mean(self.wanted).to(device), self._mean(self.squares).to(device)
         return [Inputs(*group) for group in zip(mean, *others, strict=True)]
 
     def _mean(self, total: Tensor) -> Tensor:
         counts = torch.tensor(self.counts, dtype=torch.float64, device=total.device).clamp(min=1.0)
-        return (total / counts.view(-1, 1, 1)).float()
+        return (total / counts.view(-1, *(1,) * (total.dim() - 1))).float()
 
     def _grouped(self, x: Tensor) -> Tensor:
         windows = self._windows(x.detach().float())
@@ -118,7 +135,7 @@ class InputMoments:
     def _windows(self, x: Tensor) -> Tensor:
         """What each output position multiplies: [batch * positions, channels * kernel]."""
         layer: Any = self.layer
-        if not hasattr(layer, "kernel_size"):
+        if not self._convolves():
             return x.reshape(-1, x.shape[-1])
         spatial = len(layer.kernel_size)
         x = x if x.dim() == spatial + 2 else x.unsqueeze(0)

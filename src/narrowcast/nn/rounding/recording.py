@@ -45,13 +45,8 @@ def why_no_moments(weight: Weight) -> str:
 
 
 @contextmanager
-def recording(
-    weights: Iterable[Weight], exact: Mapping[str, list[Tensor]] | None = None
-) -> Iterator[dict[str, InputMoments]]:
-    """The moments of weights, by the key of their first slot; each forward pass in this context adds to them.
-
-    `exact` has the inputs of the same calls in the unrounded model, which are taken from its lists one by one.
-    """
+def recording(weights: Iterable[Weight], kind: type[InputMoments] = InputMoments) -> Iterator[dict[str, InputMoments]]:
+    """The moments of weights, by the key of their first slot; each forward pass in this context adds to them."""
     moments: dict[str, InputMoments] = {}
     experts: dict[int, InputMoments] = {}
     with ExitStack() as stack:
@@ -59,12 +54,12 @@ def recording(
             if why_no_moments(weight):
                 continue
             first = weight.slots[0]
-            own = moments[first.key] = InputMoments(first.module, _groups(first))
+            own = moments[first.key] = kind(first.module, _groups(first))
             for slot in weight.slots:
                 if _of_experts(slot):
                     experts[slot.float_weight().untyped_storage().data_ptr()] = own
                 else:
-                    hook = slot.module.register_forward_pre_hook(partial(_count, slot, own, exact), with_kwargs=True)
+                    hook = slot.module.register_forward_pre_hook(partial(_count, slot, own), with_kwargs=True)
                     stack.callback(hook.remove)
         if experts:
             stack.enter_context(_WatchExperts(experts))
@@ -107,16 +102,10 @@ def _groups(slot: Slot) -> int | None:
 
 
 def _count(
-    slot: Slot,
-    moments: InputMoments,
-    exact: Mapping[str, list[Tensor]] | None,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    slot: Slot, moments: InputMoments, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     if slot.parameter == "weight":
-        waiting = None if exact is None else exact.get(slot.key)
-        moments.add(input_of(args, kwargs), waiting.pop(0) if waiting else None)
+        moments.add(input_of(args, kwargs))
         return
     names = ("query", "key", "value")
     vectors = [args[place] if place < len(args) else kwargs[name] for place, name in enumerate(names)]

@@ -29,6 +29,7 @@ from narrowcast.nn.rounding.batches import UNCHANGED, device_of, move, padding_m
 from narrowcast.nn.rounding.moments import InputMoments
 from narrowcast.nn.rounding.passes import run_up_to
 from narrowcast.nn.rounding.recording import keep_tokens, keeping_inputs, recording, why_no_moments
+from narrowcast.nn.rounding.residuals import wanted_output, watching_calls
 from narrowcast.nn.rounding.sums import round_added_tables
 from narrowcast.nn.survey import Weight
 
@@ -195,14 +196,19 @@ class _Block:
         ]
 
     def record(self, weights: Sequence[Weight]) -> dict[str, InputMoments]:
-        """The moments of weights over all batches, with what their inputs are in the unrounded model."""
+        """The moments of weights over all batches, with the outputs that are wanted of them."""
         twins = self._twins(weights)
-        with keeping_inputs(twins) as exact, recording(weights, exact) as moments:
+        own = {weight.slots[0].key: weight.slots[0].module for weight in weights if weight.slots[0].key in twins}
+        with recording(weights) as moments:
             for states, unrounded, call, mask in zip(self.states, self.exact, self.calls, self.masks, strict=True):
-                exact.clear()
                 keep_tokens(moments, mask)
-                _call(self.twin, unrounded, call, self.device)
-                _call(self.block, states, call, self.device)
+                with watching_calls(twins) as exact:
+                    _call(self.twin, unrounded, call, self.device)
+                with watching_calls(own) as rounded:
+                    _call(self.block, states, call, self.device)
+                for key in own:
+                    for now, before in zip(rounded[key], exact[key], strict=True):
+                        moments[key].add_wanted(now.x, wanted_output(now, before))
         return moments
 
     def advance(self) -> None:

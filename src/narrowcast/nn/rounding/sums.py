@@ -41,8 +41,15 @@ def round_added_tables(
         with watching_sums(tables) as found:
             run()
         sums += found
+
+    def round_table(weight: Weight, target: Tensor | None) -> Tensor:
+        round_weight(weight, None, target)
+        module: Any = weight.slots[0].module
+        decoded: Tensor = module.decoded(torch.float32)
+        return decoded
+
     for added in added_tables(tables, sums):
-        round_added(added, sums, lambda weight, target: round_weight(weight, None, target))
+        round_added(added, sums, round_table)
         for weight in added:
             rest.remove(weight)
 
@@ -107,8 +114,12 @@ def added_tables(tables: Sequence[Weight], sums: Sequence[Lookups]) -> list[list
     return found
 
 
-def round_added(tables: Sequence[Weight], sums: Sequence[Lookups], round_table: Callable[..., None]) -> None:
-    """Round tables whose rows are added, each with `round_table(weight, target)`: what it is to be rounded to."""
+def round_added(
+    tables: Sequence[Weight], sums: Sequence[Lookups], round_table: Callable[[Weight, Tensor | None], Tensor]
+) -> None:
+    """Round tables whose rows are added, each with `round_table(weight, target)`: to `target`, or to itself for None.
+    It gives what the rounded table decodes to.
+    """
     keys = {table.slots[0].key for table in tables}
     own = [lookups for lookups in sums if keys == lookups.keys()]
     lost: dict[str, Tensor] = {}
@@ -121,9 +132,7 @@ def round_added(tables: Sequence[Weight], sums: Sequence[Lookups], round_table: 
             padding = getattr(slot.module, "padding_idx", None)
             if padding is not None:
                 target[padding] = floats[padding]
-        round_table(table, target)
-        module: Any = slot.module
-        lost[slot.key] = floats - module.decoded(torch.float32)
+        lost[slot.key] = floats - round_table(table, target)
 
 
 def _lost_at(key: str, floats: Tensor, lost: Mapping[str, Tensor], sums: Sequence[Lookups]) -> Tensor:
