@@ -63,7 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
 PARTS = ("speed", "quality", "race", "memory", "report")
 SPEED = (
     *("fp32", "fp16 hook", "PowerSGD 1", "PowerSGD 4", "per-tensor hook"),
-    *("int8", "int4+EF", "int2+EF", "sign+EF", "momentum sign", "auto", "no exchange"),
+    *("int8", "int4+EF", "int2+EF", "int2", "sign+EF", "momentum sign", "auto", "no exchange"),
 )
 NOT_TRAINED = {"auto", "no exchange"}
 

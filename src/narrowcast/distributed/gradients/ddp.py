@@ -107,6 +107,7 @@ def average_bucket(
         residuals = state.residuals_of(reduction)
         given = buffer, reduction.layout, residuals, outcome, reduction.probe
         bucket = HostBucket(*given, group) if isinstance(group, Mesh) else FlatBucket(*given)
+        bucket.exempt_in = reduction.exempt_in
         formed = _form(state, reduction, buffer, parameters, offsets, group.size)
         future = _start(state, group, reduction, bucket, last, formed)
     if last:

@@ -168,6 +168,11 @@ class Momentum:
         return FormedMomentum(self.optimizer, list(gradients), list(parameters), scale)
 
 
+EXEMPT_IN = {torch.float32: torch.bfloat16, torch.float64: torch.bfloat16}
+"""What exempt gradients of a dtype are rounded to in steps that send the momentum: next to one bit an element, vectors
+in fp32 are 7% of all bytes of a small GPT. bf16 has the range of fp32, as the scale of a loss may ask for, and 8 bits:
+its loss beside fp32's is in docs/momentum.md."""
+
 LARGEST = 4.0
 """How large a rank's momentum may be, divided by the root of the second moment. With AdamW's default betas an update
 is at most 3.2 for one gradient that is far larger than all before, and at most 1 for gradients that are alike. A
