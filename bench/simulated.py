@@ -217,7 +217,7 @@ def at_best(ways: Iterable[Way], runs: Runs) -> list[Way]:
 
 
 def _rank(way: Way, runs: Runs) -> tuple[int, float]:
-    seeds = (dataclasses.replace(way, seed=seed) for seed in range(9))
+    seeds = (dataclasses.replace(way, seed=seed) for seed in range(simulated_report.SEEDS))
     finals = [runs.final(each) for each in seeds if runs.has(each)]
     return -len(finals), sum(finals) / len(finals)
 

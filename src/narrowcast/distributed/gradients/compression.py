@@ -52,7 +52,7 @@ class GradientCompression:
       the owner of a sum; "owner": there only, in 1/ranks of the memory; False. By default, what trains best: on from
       4 to below 8 bits, from 2 with an `optimizer` like SGD, from 1 with `momentum`; off with one like Adam.
       `residual_codec`: what it is kept in: "int8" takes a quarter of fp32's memory, "bf16" half.
-    - `warmup_steps`: so many first steps travel in `warmup_codec`: uncompressed by default, with `momentum` in int8.
+    - `warmup_steps`: so many first steps travel in `warmup_codec`: uncompressed by default, with `momentum` in int4.
     - `schedule(step)`: the codec of a step after those, in place of `codec`; None for no compression. It is called for
       the first of them here already, so that one that cannot be is refused before training.
     - `exempt`: which parameters travel without loss: `(name, parameter) -> bool`, a regex or several (searched in the
