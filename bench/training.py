@@ -38,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rates", default="100mbit,1gbit")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each method in `speed`")
     parser.add_argument("--seconds", type=float, default=40, help="of each training in `race`")
-    parser.add_argument("--methods", default=",".join(METHODS))
+    here = [name for name, method in METHODS.items() if method.kind != "torchft" or find_spec("torchft")]
+    parser.add_argument("--methods", default=",".join(here))
     parser.add_argument("--speed-models", default="large,small", help="for `speed` and `memory`")
     parser.add_argument("--quality-model", default="small", choices=MODELS, help="for `quality` and `race`")
     parser.add_argument("--again", action="store_true", help="do what is there already, too")

@@ -35,7 +35,7 @@ def spent(name: str, step: float, steps: int, cost: dict[str, float]) -> float:
     """Seconds when a step is done."""
     method, compute = METHODS[name], cost["no exchange"]
     if method.every:
-        return step * compute + step / method.every * (cost["int4+EF"] - compute)
+        return step * compute + step / method.every * (cost[method.meets_as] - compute)
     first = min(step, method.warmup_steps(steps))
     return first * cost[method.warmup_as] + (step - first) * cost[method.timed_as or name]
 
@@ -108,7 +108,7 @@ def _arrives(curve: list[list[float]], level: float) -> float | None:
 def timed(name: str, cost: dict[str, float]) -> bool:
     """Whether all is known that says what a way costs."""
     method = METHODS[name]
-    needed = {"no exchange", "int4+EF"} if method.every else {method.timed_as or name}
+    needed = {"no exchange", method.meets_as} if method.every else {method.timed_as or name}
     return needed | ({method.warmup_as} if method.warmup else set()) <= set(cost)
 
 

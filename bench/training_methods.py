@@ -29,6 +29,8 @@ import narrowcast as nc
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from local_sgd import ParameterAverage
 
+from training_torchft import TorchftDiLoCo
+
 WARMUP = 0.2
 """The share of its steps that the 1-bit codec may train uncompressed."""
 ONE_BUCKET = 1 << 14
@@ -57,6 +59,8 @@ class Method:
     """Ranks train alone, and meet after so many steps: their parameters are averaged (examples/local_sgd.py)."""
     outer: tuple[float, float] = (1.0, 0.0)
     """Learning rate and momentum of the step that follows the average."""
+    meets_as: str = "int4+EF"
+    """The method whose exchange takes as long as a meeting."""
 
     def warmup_steps(self, steps: int) -> int:
         if self.kind == "momentum":
@@ -104,6 +108,7 @@ METHODS = {
         Method("average 10", "local", "int4", True, every=10),
         Method("average 30", "local", "int4", True, every=30),
         Method("DiLoCo 30", "local", "int4", True, every=30, outer=(0.7, 0.9)),
+        Method("torchft DiLoCo 30", "torchft", every=30, outer=(0.7, 0.9), meets_as="fp32", competitor=True),
         Method("auto", "narrowcast", "auto", True),
         Method("no exchange", "alone"),
     )
@@ -133,6 +138,8 @@ def attach(method: Method, model: nn.Module, warmup_steps: int, optimizer: nc.op
         return ddp, nc.compress_gradients(ddp, method.codec, **options)
     elif method.kind == "local":
         return ddp, ParameterAverage(model, method.codec, *method.outer)
+    elif method.kind == "torchft":
+        return ddp, TorchftDiLoCo(model, optimizer, method.every, method.outer)
     return ddp, None
 
 

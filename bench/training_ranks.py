@@ -46,7 +46,7 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: warm_cosine(step, steps))
         text = stdlib_text()
         self.data = batches(text, self.config.context, job["batch"], seed=seed, rank=dist.get_rank())
-        self.exchanges = method.kind not in ("alone", "local")
+        self.exchanges = method.kind not in ("alone", "local", "torchft")
         self.every, self.done = method.every, 0
 
     def step(self) -> Tensor:

@@ -72,10 +72,10 @@ def _expected(world: int, codec: str, local: int = 0) -> list[trained.Named]:
     return averages
 
 
-def _arriving(rank: int, codec: str, hosts: int = 0) -> list[trained.Named]:
+def _arriving(rank: int, codec: str, hosts: int = 0, buckets: float = trained.FEW) -> list[trained.Named]:
     if hosts:
         hosted.launched(rank, hosts, 2)
-    ddp, optimizer, _ = made(codec, refresh=REFRESH)
+    ddp, optimizer, _ = made(codec, buckets=buckets, refresh=REFRESH)
     return [step_once(ddp, optimizer, rank, step) for step in range(STEPS)]
 
 
@@ -84,6 +84,33 @@ def test_the_average_of_all_momentums_arrives_and_gradients_where_they_are_due(c
     meant = _expected(3, codec)
     for found in run(3, _arriving, codec):
         trained.agree(found, meant)
+
+
+def test_exempt_gradients_in_bf16_do_not_depend_on_who_owns_them_in_which_bucket() -> None:
+    """One bucket gives each rank other elements than several do. An owner's own part is rounded like all others."""
+    meant = _expected(3, "sign")
+    for found in run(3, _arriving, "sign", 0, 25.0):
+        trained.agree(found, meant)
+
+
+def _of_wide_floats(rank: int, dtype: torch.dtype) -> Any:
+    """Exempt gradients of one step with a momentum, beside those that were given."""
+    ddp = DDP(trained.Given(SHAPES, dtype))
+    optimizer = nc.optim.AdamW(ddp.parameters(), 1e-3)
+    nc.compress_gradients(ddp, "sign", momentum=optimizer, warmup_steps=1)
+    for step in range(2):
+        grads = trained.backward(ddp, trained.given(SHAPES, 0, step, dtype))
+        optimizer.step()
+    return grads["bias"], trained.given(SHAPES, 0, 1, dtype)["bias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_exempt_gradients_of_half_precision_lose_nothing_beside_a_momentum(dtype: torch.dtype) -> None:
+    """The average of two equal gradients is that gradient: rounded to bf16 if it has more bits than 16."""
+    for found, given in run(2, _of_wide_floats, dtype):
+        meant = given.bfloat16().to(dtype) if dtype.itemsize > 2 else given
+        assert same_bits(found, meant)
+        assert (found != given).any() == (dtype.itemsize > 2)
 
 
 def test_the_momentum_travels_between_hosts() -> None:
