@@ -104,11 +104,13 @@ def clipping_ways() -> Iterable[Way]:
 
 
 def ahead_ways() -> Iterable[Way]:
-    """What is close after clipping, at rates around the best: gradients in 2 bits, the momentum and its warm-ups."""
-    for rate, seed in itertools.product(RATES, range(5)):
-        clipped = {"rate": rate, "clip": "after", "seed": seed}
-        yield from (Way(codec, **clipped) for codec in ("", "int2"))
-        yield from (Way(codec, warmup=0.2, warmup_codec="int4", **SENT, **clipped) for codec in ("sign", "int2"))
+    """What is close after clipping, at rates around the best (which has more seeds): gradients in 2 bits, the momentum,
+    its warm-ups."""
+    momentums = [Way(codec, warmup=0.2, warmup_codec="int4", **SENT) for codec in ("sign", "int2")]
+    for way, best in ((Way(), 1e-3), (Way("int2"), 1.4e-3), *((way, 1e-3) for way in momentums)):
+        for rate in RATES:
+            for seed in range(11 if rate == best else 5):
+                yield dataclasses.replace(way, rate=rate, clip="after", seed=seed)
     for (warmup, codec), seed in itertools.product(((0.2, "int8"), (0.1, "int4"), (0.1, "int8")), range(5)):
         yield Way("sign", warmup=warmup, warmup_codec=codec, **SENT, clip="after", seed=seed)
 

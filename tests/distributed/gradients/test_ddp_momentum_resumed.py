@@ -110,17 +110,14 @@ def _on_other_ranks(rank: int, saved: list[bytes]) -> Any:
     """Model and optimizer of any rank, and the residuals of all: as they are, dealt anew, and dropped."""
     (model, optimizer, _), *_ = loaded = [torch.load(io.BytesIO(data)) for data in saved]
     states = [state for _, _, state in loaded]
-    error, ends = None, []
-    for residuals in (None, "redistribute", "drop"):
+    error, _ = faults.error_of(lambda: _Run(rank).state.load_state_dict(states[rank]))
+    ends = []
+    for given, residuals in ((states, "redistribute"), (states[0], "drop")):
         second = _Run(rank)
         second.ddp.module.load_state_dict(model)
         second.optimizer.load_state_dict(optimizer)
-        if residuals is None:
-            second.state.load_state_dict(states[rank])
-            error, _ = faults.error_of(lambda second=second: second.train(5, 6))
-        else:
-            second.state.load_state_dict(states if residuals == "redistribute" else states[0], residuals=residuals)
-            ends.append(second.train(5, 9))
+        second.state.load_state_dict(given, residuals=residuals)
+        ends.append(second.train(5, 9))
     return error, ends
 
 

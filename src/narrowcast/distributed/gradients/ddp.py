@@ -137,6 +137,8 @@ def _view(buffer: Tensor, parameter: Tensor, offset: int) -> Tensor:
 
     GradBucket.gradients() does not say so: its views are contiguous, also those of a parameter that is not.
     """
+    if parameter.is_contiguous() and not parameter.is_complex():
+        return buffer[offset : offset + parameter.numel()].view(parameter.shape)
     without_gaps = torch.empty_like(parameter, device="meta").stride()
     plain = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").stride()
     strides = without_gaps if without_gaps == parameter.stride() else plain

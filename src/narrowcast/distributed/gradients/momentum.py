@@ -21,6 +21,7 @@ are stepped as usual.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -228,8 +229,13 @@ def _bound(momentum: Tensor) -> None:
     """Clamp a momentum in place. One that is not finite stays so: the step is to be skipped."""
     if momentum.numel():
         low, high = torch.aminmax(momentum)
-        if momentum.device.type == "cpu" and float(low) >= -LARGEST and float(high) <= LARGEST:
-            return  # on a GPU to ask would be to wait
+        if momentum.device.type == "cpu":  # on a GPU to ask would be to wait
+            least, most = float(low), float(high)
+            if least >= -LARGEST and most <= LARGEST:
+                return
+            if math.isfinite(least) and math.isfinite(most):
+                momentum.clamp_(-LARGEST, LARGEST)
+                return
         ends = torch.stack((low, high))
         momentum.clamp_(-LARGEST, LARGEST)
         momentum[(0,) * momentum.dim()] += (ends - ends).sum()  # zero, or NaN
