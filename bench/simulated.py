@@ -8,8 +8,10 @@
 `momentum` asks how long the warm-up of a travelling momentum must be, how its second moment is kept and what it may
 travel in, beside PowerSGD. `clipping` asks whether gradients are better clipped before they travel or after, and
 `residuals` what it costs to hold residuals in 8 bits. A way with several learning rates counts at its best one: the
-first seed is trained at all rates, the others (`--seeds 3`) at the best rate of the first. simulated_workers.py says
-what a simulated worker is. Results are kept as they come, in simulated.jsonl: a second call does only what is missing.
+first seed is trained at all rates, the others (`--seeds 3`) at the best rate of the first. `ahead` asks what is really
+ahead with clipped gradients: all seeds are trained at all rates, and the rate with the lowest mean counts.
+simulated_workers.py says what a simulated worker is. Results are kept as they come, in simulated.jsonl: a second call
+does only what is missing.
 """
 
 from __future__ import annotations
@@ -101,6 +103,18 @@ def clipping_ways() -> Iterable[Way]:
         yield dataclasses.replace(way, rate=AS_FP32, clip="before")
 
 
+def ahead_ways() -> Iterable[Way]:
+    """What is close after clipping, at rates around the best (which has more seeds): gradients in 2 bits, the momentum,
+    its warm-ups."""
+    momentums = [Way(codec, warmup=0.2, warmup_codec="int4", **SENT) for codec in ("sign", "int2")]
+    for way, best in ((Way(), 1e-3), (Way("int2"), 1.4e-3), *((way, 1e-3) for way in momentums)):
+        for rate in RATES:
+            for seed in range(11 if rate == best else 5):
+                yield dataclasses.replace(way, rate=rate, clip="after", seed=seed)
+    for (warmup, codec), seed in itertools.product(((0.2, "int8"), (0.1, "int4"), (0.1, "int8")), range(5)):
+        yield Way("sign", warmup=warmup, warmup_codec=codec, **SENT, clip="after", seed=seed)
+
+
 def residuals_ways() -> Iterable[Way]:
     """Residuals held in fp32, and in int8."""
     fifth = Way("sign", warmup=0.2, warmup_codec="int4", **SENT)
@@ -114,6 +128,7 @@ QUESTIONS = {
     "muon": muon_ways,
     "momentum": momentum_ways,
     "clipping": clipping_ways,
+    "ahead": ahead_ways,
     "residuals": residuals_ways,
 }
 
@@ -194,13 +209,19 @@ class Runs:
 
 
 def at_best(ways: Iterable[Way], runs: Runs) -> list[Way]:
-    """Each way, with the rate at which its first seed ended lowest."""
+    """Each way, with the rate at which its seeds ended lowest, of those with the most seeds; as of its first seed."""
     best: dict[Way, Way] = {}
-    for way in ways:
+    for way in (dataclasses.replace(way, seed=0) for way in ways):
         if runs.has(way):
             plain = dataclasses.replace(way, rate=0.0)
-            best[plain] = min(best.get(plain, way), way, key=runs.final)
+            best[plain] = min(best.get(plain, way), way, key=lambda each: _rank(each, runs))
     return list(best.values())
+
+
+def _rank(way: Way, runs: Runs) -> tuple[int, float]:
+    seeds = (dataclasses.replace(way, seed=seed) for seed in range(simulated_report.SEEDS))
+    finals = [runs.final(each) for each in seeds if runs.has(each)]
+    return -len(finals), sum(finals) / len(finals)
 
 
 def with_rates(ways: Iterable[Way], runs: Runs) -> list[Way]:

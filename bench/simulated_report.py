@@ -10,6 +10,8 @@ from typing import Any
 from simulated_workers import Way
 
 NAMES = {"adamw": "AdamW", "sgd": "SGD with momentum", "muon": "Muon"}
+SEEDS = 20
+"""As many as are looked for."""
 CODECS = ("int8", "int4", "int3", "int2", "sign")
 FEEDBACK = (0.0, 0.9, 1.0)
 REFRESHED = {0: "", -1: ", refreshed after 16, 32, 64 ... steps"}
@@ -28,7 +30,7 @@ class Ends:
 
     def losses(self, way: Way) -> list[float]:
         best = self.at_best(way)
-        seeds = [dataclasses.replace(best, seed=seed) for seed in range(9)] if best else []
+        seeds = [dataclasses.replace(best, seed=seed) for seed in range(SEEDS)] if best else []
         return [self._runs.final(each) for each in seeds if self._runs.has(each)]
 
     def cell(self, way: Way) -> str:

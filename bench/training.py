@@ -18,23 +18,27 @@ four ranks shares this machine's cores, so the many trainings of `quality` take 
     race      loss after the same seconds in a network in a box: each method makes as many steps as `speed` at that rate
               says it can (`--seconds 40`), with the learning rate's schedule over these steps. One seed. Methods
               whose time a step, or that of their warm-up, was not taken are left out.
+    arrival   seconds to a loss, raced: so many steps (`--steps 600`) in a network in a box. Twenty times under way the
+              clock stands still, and the loss on all of the held-out text is taken. One seed.
     memory    what a compression keeps between steps, in bytes a parameter, and rank 0's peak memory beside DDP's own.
 
-Time to a loss is the curve of `quality` on the clock of `speed`, for the same model; steps of a warm-up cost what fp32
-costs, or int8 where the momentum travels after it. Every result is written when it is there, and a second call does
-only what is missing (`--again`: all).
+`report` also computes time to a loss: the curve of `quality` on the clock of `speed`, for the same model; steps of a
+warm-up cost what fp32 costs, or int8 where the momentum travels after it. Every result is written when it is there,
+and a second call does only what is missing (`--again`: all).
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +64,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"config": asdict(GPTConfig(layers=1, width=32, heads=2, context=32)), "batch": 2, "rate": 3e-3},
 }
 """Shape, sequences a step and rank, and learning rate; `tiny` is for trying the bench itself."""
-PARTS = ("speed", "quality", "race", "memory", "report")
+PARTS = ("speed", "quality", "race", "arrival", "memory", "report")
 SPEED = (
     *("fp32", "fp16 hook", "PowerSGD 1", "PowerSGD 4", "per-tensor hook"),
-    *("int8", "int4+EF", "int2+EF", "sign+EF", "momentum sign", "auto", "no exchange"),
+    *("int8", "int4+EF", "int2+EF", "int2", "sign+EF", "momentum sign", "auto", "no exchange"),
 )
 NOT_TRAINED = {"auto", "no exchange"}
+POINTS = 20
+"""Losses that `arrival` takes on the way."""
 
 
 class Results:
@@ -151,7 +157,7 @@ def race(given: argparse.Namespace, results: Results, progress: Progress) -> Non
             raise SystemExit(f"race: needs `--only speed --speed-models {given.quality_model} --rates {rate}` first")
         cost = training_report.seconds_of(cell)
         for name in (name for name in methods if training_meetings.timed(name, cost)):
-            key = f"race/{given.quality_model}/{rate}/{name}"
+            key = f"race/{given.quality_model}/{rate}/{given.seconds:g} s/{name}"
             progress.update(bar, description=key)
             steps = training_meetings.steps_within(name, given.seconds, cost)
             settings = {**MODELS[given.quality_model], "ranks": RANKS, "seconds": given.seconds, "steps": steps}
@@ -159,6 +165,19 @@ def race(given: argparse.Namespace, results: Results, progress: Progress) -> Non
                 job = {"part": "race", **settings, "method": name}
                 results.add(key, settings, launch(job, *lab(rate), "--", sys.executable)[0])
             progress.advance(bar)
+
+
+def arrival(given: argparse.Namespace, results: Results, progress: Progress) -> None:
+    methods = [name for name in METHODS if name in given.methods and name not in NOT_TRAINED]
+    bar = progress.add_task("arrival", total=len(methods) * len(given.rates))
+    settings = {**MODELS[given.quality_model], "ranks": RANKS, "steps": given.steps, "points": POINTS}
+    for rate, name in itertools.product(given.rates, methods):
+        key = f"arrival/{given.quality_model}/{rate}/{name}"
+        progress.update(bar, description=key)
+        if results.missing(key, settings):
+            job = {"part": "race", **settings, "method": name}
+            results.add(key, settings, launch(job, *lab(rate), "--", sys.executable)[0])
+        progress.advance(bar)
 
 
 def _trained(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -189,6 +208,7 @@ def write(cells: dict[str, Any], folder: Path, about: str, name: str = "training
     lines = training_report.tables(cells, about)
     for model in MODELS:
         lines += training_meetings.meetings_section(cells, model) + training_meetings.race_section(cells, model)
+        lines += training_meetings.arrival_section(cells, model)
         drawn = name == "training" and model in training_report.trained(cells)
         pictures = training_plots.draw(cells, model, folder) if drawn else {}
         lines += [f"![{what}]({picture})" for picture, what in pictures.items()]
@@ -205,7 +225,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rates", default="100mbit,1gbit")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each method in `speed`")
     parser.add_argument("--seconds", type=float, default=40, help="of each training in `race`")
-    parser.add_argument("--methods", default=",".join(METHODS))
+    here = [name for name, method in METHODS.items() if method.kind != "torchft" or find_spec("torchft")]
+    parser.add_argument("--methods", default=",".join(here))
     parser.add_argument("--speed-models", default="large,small", help="for `speed` and `memory`")
     parser.add_argument("--quality-model", default="small", choices=MODELS, help="for `quality` and `race`")
     parser.add_argument("--again", action="store_true", help="do what is there already, too")
@@ -229,7 +250,7 @@ def main() -> None:
         return
     results = Results(given.out / f"{given.name}.json", given.again)
     with Progress(console=Console(stderr=True)) as progress:
-        for part in (speed, quality, race, memory):
+        for part in (speed, quality, race, arrival, memory):
             if part.__name__ in given.only:
                 part(given, results, progress)
     if "report" in given.only:

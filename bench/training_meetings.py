@@ -35,7 +35,7 @@ def spent(name: str, step: float, steps: int, cost: dict[str, float]) -> float:
     """Seconds when a step is done."""
     method, compute = METHODS[name], cost["no exchange"]
     if method.every:
-        return step * compute + step / method.every * (cost["int4+EF"] - compute)
+        return step * compute + step / method.every * (cost[method.meets_as] - compute)
     first = min(step, method.warmup_steps(steps))
     return first * cost[method.warmup_as] + (step - first) * cost[method.timed_as or name]
 
@@ -52,32 +52,63 @@ def race_section(cells: Cells, model: str) -> list[str]:
     runs = of(cells, "race", model)
     if not runs:
         return []
-    by_rate: dict[str, dict[str, Any]] = {}
+    by_race: dict[tuple[str, str], dict[str, Any]] = {}
     for key, cell in runs.items():
-        rate, name = key.split("/", 1)
-        by_rate.setdefault(rate, {})[name] = cell
-    seconds = next(iter(runs.values()))["settings"]["seconds"]
+        rate, seconds, name = key.split("/", 2)
+        by_race.setdefault((rate, seconds), {})[name] = cell["found"]
     lines = [
         f"## The same seconds: {model} model",
         "",
-        f"Held-out loss after {seconds:g} s of training in a network in a box, seed 0. Each way makes as many steps of "
-        "them as its measured time a step allows, and its learning rate falls over these steps.",
+        "Held-out loss after the same seconds of training in a network in a box, seed 0. Each way makes as many steps "
+        "of them as its measured time a step allows, and its learning rate falls over these steps.",
     ]
-    for rate, ways in sorted(by_rate.items(), key=lambda pair: bits_per_second(pair[0])):
-        least = min(cell["found"]["final"] for cell in ways.values())
+    for (rate, seconds), ways in sorted(by_race.items(), key=lambda pair: (bits_per_second(pair[0][0]), pair[0][1])):
+        least = min(run["final"] for run in ways.values())
         rows = []
         for name in (name for name in METHODS if name in ways):
-            run = ways[name]["found"]
+            run = ways[name]
             loss = f"**{run['final']:.4f}**" if run["final"] == least else f"{run['final']:.4f}"
             rows.append([name, str(run["steps"]), f"{run['seconds']:.1f}", loss, f"{run['final'] / least - 1:+.1%}"])
-        lines += ["", f"At {rate}:", *table(" | steps | seconds | loss | to the least", rows)]
+        lines += ["", f"At {rate}, {seconds}:", *table(" | steps | seconds | loss | to the least", rows)]
     return lines
+
+
+def arrival_section(cells: Cells, model: str) -> list[str]:
+    """Seconds to each loss as they were raced, a table for each rate; the least of each in bold."""
+    lines: list[str] = []
+    by_rate: dict[str, dict[str, Any]] = {}
+    for key, cell in of(cells, "arrival", model).items():
+        rate, name = key.split("/", 1)
+        by_rate.setdefault(rate, {})[name] = cell["found"]
+    for rate, runs in sorted(by_rate.items(), key=lambda pair: bits_per_second(pair[0])):
+        if "fp32" not in runs:
+            continue
+        ways, end = [name for name in METHODS if name in runs], runs["fp32"]["final"]
+        times = {name: [_arrives(runs[name]["curve"], end * (1 + above)) for above in ABOVE] for name in ways}
+        columns = [[t for t in column if t is not None] for column in zip(*times.values(), strict=True)]
+        first = [min(column) if column else None for column in columns]
+        rows = []
+        for name in ways:
+            last = [f"{runs[name]['seconds']:.1f}", f"{runs[name]['final'] / end - 1:+.2%}"]
+            rows.append([name, *_cells(times[name], first), *last])
+        head = " | ".join(f"{above:+.0%}" for above in ABOVE)
+        steps = runs["fp32"]["steps"]
+        lines += [f"## Arrival at {rate}: {model} model", ""]
+        about = f"Seconds in a network in a box until the held-out loss is so much above fp32's last one ({end:.4f}), "
+        lines.append(f"{about}with {steps} steps each and seed 0. The warm-up counts, losses are taken off the clock.")
+        lines += table(f" | {head} | all {steps} steps | last loss to fp32", rows)
+    return lines
+
+
+def _arrives(curve: list[list[float]], level: float) -> float | None:
+    """Seconds when a loss is down to a level, straight between the points [step, seconds, loss]."""
+    return crossing([(seconds, loss) for _, seconds, loss in curve], level)
 
 
 def timed(name: str, cost: dict[str, float]) -> bool:
     """Whether all is known that says what a way costs."""
     method = METHODS[name]
-    needed = {"no exchange", "int4+EF"} if method.every else {method.timed_as or name}
+    needed = {"no exchange", method.meets_as} if method.every else {method.timed_as or name}
     return needed | ({method.warmup_as} if method.warmup else set()) <= set(cost)
 
 

@@ -25,9 +25,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowcast as nc
+from narrowcast.distributed.gradients.momentum import EXEMPT_IN
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from local_sgd import ParameterAverage
+
+from training_torchft import TorchftDiLoCo
 
 WARMUP = 0.2
 """The share of its steps that the 1-bit codec may train uncompressed."""
@@ -53,10 +56,14 @@ class Method:
     """The method that takes as long for a step of the warm-up."""
     residual_codec: str | None = None
     """What residuals are held in; None: fp32."""
+    exact_vectors: bool = False
+    """Whether exempt gradients travel in fp32 beside a momentum, too: what rounding them costs."""
     every: int = 0
     """Ranks train alone, and meet after so many steps: their parameters are averaged (examples/local_sgd.py)."""
     outer: tuple[float, float] = (1.0, 0.0)
     """Learning rate and momentum of the step that follows the average."""
+    meets_as: str = "int4+EF"
+    """The method whose exchange takes as long as a meeting."""
 
     def warmup_steps(self, steps: int) -> int:
         if self.kind == "momentum":
@@ -100,10 +107,14 @@ METHODS = {
         _momentum("sign", 0.1, "int4+EF"),
         _momentum("int2", WARMUP),
         replace(_momentum("sign", WARMUP), name="momentum sign residuals in int8", residual_codec="int8"),
+        replace(
+            _momentum("sign", 0.1, "int4+EF"), name="momentum sign 10% after int4 vectors in fp32", exact_vectors=True
+        ),
         replace(_narrowcast("int4", True), name="int4+EF residuals in int8", residual_codec="int8"),
         Method("average 10", "local", "int4", True, every=10),
         Method("average 30", "local", "int4", True, every=30),
         Method("DiLoCo 30", "local", "int4", True, every=30, outer=(0.7, 0.9)),
+        Method("torchft DiLoCo 30", "torchft", every=30, outer=(0.7, 0.9), meets_as="fp32", competitor=True),
         Method("auto", "narrowcast", "auto", True),
         Method("no exchange", "alone"),
     )
@@ -126,6 +137,8 @@ def attach(method: Method, model: nn.Module, warmup_steps: int, optimizer: nc.op
         warmup_codec = method.warmup_as.removesuffix("+EF")  # residuals wait for the momentum
         options = {"momentum": optimizer, "warmup_steps": warmup_steps, "warmup_codec": warmup_codec}
         options["residual_codec"] = method.residual_codec
+        if method.exact_vectors:
+            EXEMPT_IN.clear()  # of this process, which trains nothing else
         return ddp, nc.compress_gradients(ddp, method.codec, **options)
     elif method.kind == "narrowcast":
         options = {"error_feedback": method.error_feedback, "warmup_steps": warmup_steps}
@@ -133,6 +146,8 @@ def attach(method: Method, model: nn.Module, warmup_steps: int, optimizer: nc.op
         return ddp, nc.compress_gradients(ddp, method.codec, **options)
     elif method.kind == "local":
         return ddp, ParameterAverage(model, method.codec, *method.outer)
+    elif method.kind == "torchft":
+        return ddp, TorchftDiLoCo(model, optimizer, method.every, method.outer)
     return ddp, None
 
 

@@ -46,7 +46,7 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: warm_cosine(step, steps))
         text = stdlib_text()
         self.data = batches(text, self.config.context, job["batch"], seed=seed, rank=dist.get_rank())
-        self.exchanges = method.kind not in ("alone", "local")
+        self.exchanges = method.kind not in ("alone", "local", "torchft")
         self.every, self.done = method.every, 0
 
     def step(self) -> Tensor:
@@ -149,17 +149,23 @@ def quality(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def race(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One training in a network in a box: seconds of all of its steps, the slowest rank's, and its loss at the end."""
+    """One training in a network in a box: seconds of its steps, the slowest rank's, and losses, off the clock."""
     method, steps = METHODS[job["method"]], job["steps"]
     windows = held_out_windows(GPTConfig(**job["config"]), HELD_OUT_WINDOWS)
-    trainer = Trainer(job, method, 0, method.warmup_steps(steps), steps)
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        trainer.step()
-    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    yield {"steps": steps, "seconds": round(taken.item(), 2), "final": trainer.held_out_loss(windows)}
+    trainer = Trainer(job, method, job.get("seed", 0), method.warmup_steps(steps), steps)
+    every = max(1, round(steps / job.get("points", 1)))
+    every = -(-every // (method.every or 1)) * (method.every or 1)  # between meetings ranks have models of their own
+    spent, curve = 0.0, []
+    for first in range(0, steps, every):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(first, min(steps, first + every)):
+            trainer.step()
+        taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        spent += taken.item()
+        curve.append([trainer.done, round(spent, 3), round(trainer.held_out_loss(windows), 5)])
+    yield {"steps": steps, "seconds": round(spent, 2), "final": curve[-1][2], "curve": curve}
 
 
 def memory(job: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -112,17 +112,35 @@ def test_as_many_steps_are_raced_as_the_seconds_allow_up_to_a_meeting() -> None:
 
 
 def test_the_least_loss_of_a_race_is_bold_and_the_others_stand_beside_it() -> None:
-    settings = {"seconds": 40.0}
-    both = {
-        f"race/small/20mbit/{name}": {
-            "settings": settings,
-            "found": {"steps": 10, "seconds": 40.3, "final": loss},
-        }
-        for name, loss in (("int4+EF", 2.0), ("fp32", 2.5))
+    raced = {
+        f"race/small/20mbit/{seconds} s/{name}": {"found": {"steps": 10, "seconds": seconds + 0.3, "final": loss}}
+        for seconds, name, loss in ((40, "int4+EF", 2.0), (40, "fp32", 2.5), (90, "fp32", 2.4))
     }
-    text = "\n".join(meetings.race_section(both, "small"))
+    text = "\n".join(meetings.race_section(raced, "small"))
     assert "| fp32 | 10 | 40.3 | 2.5000 | +25.0% |\n| int4+EF | 10 | 40.3 | **2.0000** | +0.0% |" in text
+    assert "At 20mbit, 90 s:\n\n| ".replace("| ", "|") in text.replace("| ", "|")
+    assert "| fp32 | 10 | 90.3 | **2.4000** | +0.0% |" in text
     assert meetings.race_section({}, "small") == []
+
+
+def test_an_arrival_is_where_a_curve_on_the_clock_crosses_what_fp32_ends_with() -> None:
+    curves = {
+        "fp32": [[10, 100.0, 3.0], [20, 200.0, 2.0]],
+        "int4+EF": [[10, 20.0, 3.0], [20, 40.0, 2.02]],
+        "average 30": [[30, 4.0, 3.0], [60, 8.0, 2.5]],
+    }
+    raced = {
+        f"arrival/small/100mbit/{name}": {
+            "found": {"steps": curve[-1][0], "seconds": curve[-1][1], "final": curve[-1][2], "curve": curve}
+        }
+        for name, curve in curves.items()
+    }
+    text = "\n".join(meetings.arrival_section(raced, "small"))
+    # +50% is where all begin; +30% is 2.6: 0.4 of the way of fp32, 0.4/0.98 of that of int4, 0.8 of that of averages.
+    assert "| fp32 |  | 140.0 | 160.0 | 180.0 | 190.0 | 196.0 | 198.0 | 200.0 | +0.00% |" in text
+    assert "| int4+EF |  | 28.2 | **32.2** | **36.3** | **38.4** | **39.6** | **40.0** | 40.0 | +1.00% |" in text
+    assert "| average 30 |  | **7.2** |  |  |  |  |  | 8.0 | +25.00% |" in text
+    assert meetings.arrival_section({}, "small") == []
 
 
 def test_a_way_without_a_time_is_left_out_of_the_meetings() -> None:

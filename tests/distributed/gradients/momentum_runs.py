@@ -14,8 +14,10 @@ SHAPES, WARMUP, STEPS, REFRESH = trained.SHAPES, 2, 9, 4
 BETA1, BETA2 = 0.9, 0.95
 
 
-def made(codec: str = "sign", *, lr: float = 1e-3, fused: bool = False, **options: Any) -> Any:
-    ddp = DDP(trained.Given(SHAPES), bucket_cap_mb=trained.FEW)
+def made(
+    codec: str = "sign", *, lr: float = 1e-3, fused: bool = False, buckets: float = trained.FEW, **options: Any
+) -> Any:
+    ddp = DDP(trained.Given(SHAPES), bucket_cap_mb=buckets)
     optimizer = nc.optim.AdamW(ddp.parameters(), lr, betas=(BETA1, BETA2), fused=fused)
     options = {"warmup_steps": WARMUP, "seed": trained.SEED, **options}
     return ddp, optimizer, nc.compress_gradients(ddp, codec, momentum=optimizer, **options)

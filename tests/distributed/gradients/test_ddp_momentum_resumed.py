@@ -98,3 +98,35 @@ def test_residuals_of_gradients_are_none_of_the_momentum() -> None:
         assert isinstance(error, StateDictError)
         assert "momentum=" in str(error)
         assert of_momentum is True
+
+
+def _saved(rank: int) -> bytes:
+    first = _Run(rank)
+    first.train(0, 5)
+    return first.save()
+
+
+def _on_other_ranks(rank: int, saved: list[bytes]) -> Any:
+    """Model and optimizer of any rank, and the residuals of all: as they are, dealt anew, and dropped."""
+    (model, optimizer, _), *_ = loaded = [torch.load(io.BytesIO(data)) for data in saved]
+    states = [state for _, _, state in loaded]
+    error, _ = faults.error_of(lambda: _Run(rank).state.load_state_dict(states[rank]))
+    ends = []
+    for given, residuals in ((states, "redistribute"), (states[0], "drop")):
+        second = _Run(rank)
+        second.ddp.module.load_state_dict(model)
+        second.optimizer.load_state_dict(optimizer)
+        second.state.load_state_dict(given, residuals=residuals)
+        ends.append(second.train(5, 9))
+    return error, ends
+
+
+def test_a_momentum_goes_on_with_fewer_ranks_if_it_is_told_what_becomes_of_residuals() -> None:
+    saved = run(3, _saved)
+    (error, ends), (other_error, other_ends) = run(2, _on_other_ranks, saved)
+    for each in (error, other_error):
+        assert isinstance(each, StateDictError), each
+        assert 'residuals="redistribute"' in str(each)
+    trained.agree(ends, other_ends)
+    assert all(value.isfinite().all() for end in ends for value in end.values())
+    assert any(not torch.equal(ends[0][name], ends[1][name]) for name in ends[0])  # residuals count

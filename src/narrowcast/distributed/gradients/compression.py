@@ -28,7 +28,7 @@ from narrowcast.distributed.gradients.error_feedback import redistribution
 from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals, holder_among
 from narrowcast.distributed.gradients.layout import ChunkLayout
-from narrowcast.distributed.gradients.momentum import MomentumOptimizer, momentum_of
+from narrowcast.distributed.gradients.momentum import EXEMPT_IN, MomentumOptimizer, momentum_of
 from narrowcast.distributed.gradients.options import Exempt, Mode, one_dimensional
 from narrowcast.distributed.gradients.parameters import Parameters
 from narrowcast.distributed.gradients.reduction import Bucket, Reduction
@@ -52,11 +52,12 @@ class GradientCompression:
       the owner of a sum; "owner": there only, in 1/ranks of the memory; False. By default, what trains best: on from
       4 to below 8 bits, from 2 with an `optimizer` like SGD, from 1 with `momentum`; off with one like Adam.
       `residual_codec`: what it is kept in: "int8" takes a quarter of fp32's memory, "bf16" half.
-    - `warmup_steps`: so many first steps travel in `warmup_codec`: uncompressed by default, with `momentum` in int8.
+    - `warmup_steps`: so many first steps travel in `warmup_codec`: uncompressed by default, with `momentum` in int4.
     - `schedule(step)`: the codec of a step after those, in place of `codec`; None for no compression. It is called for
       the first of them here already, so that one that cannot be is refused before training.
     - `exempt`: which parameters travel without loss: `(name, parameter) -> bool`, a regex or several (searched in the
-      name), or None. By default those of one dimension. So do parameters with fewer elements than 128 a rank.
+      name), or None. By default those of one dimension. So do parameters with fewer elements than 128 a rank. In steps
+      that send the momentum their gradients are rounded to bf16 first.
     - `model`: whose parameters they are; it gives residuals their names. Without it they are numbered as they come.
     - `seed`: of stochastic rounding; drawn from torch's generator by default.
     - `momentum`: a `narrowcast.optim.AdamW`, whose momentum travels after the warm-up in place of gradients; its second
@@ -91,7 +92,6 @@ class GradientCompression:
         self.error_feedback = options.mode_of(error_feedback, self.codec, schedule, self._kind)
         self._held_in = options.residual_codec_of(residual_codec, self.error_feedback, self._auto)
         self.momentum = momentum_of(momentum, codec, schedule, scaler)
-        warmup_codec = ("int8" if self.momentum else None) if warmup_codec == "default" else warmup_codec
         self.timetable = Timetable(warmup_steps, warmup_codec, schedule, refresh, self.momentum is not None)
         self.step = 0
         """The steps that are over."""
@@ -105,8 +105,7 @@ class GradientCompression:
         """How buckets are cut, by what ddp.py or fsdp/ knows them by."""
         self.residuals: Residuals | None = None
         self.make_residuals: Callable[[Mode, Holder], Residuals] = Residuals
-        self._outcome = Outcome()
-        self._agreed = False
+        self._outcome, self._agreed = Outcome(), False
         self.counted, self.clock, self._resumed_at = GradientStats(), Clock(), 0
         self._loaded: Mapping[str, Any] | None = None
 
@@ -199,7 +198,8 @@ class GradientCompression:
         stats = BucketStats(index, bucket.numel(), exempt, None if codec is None else codec.spec, reason, plain_bytes)
         probed = codec is not None and (step % PROBE_EVERY == 0 or self.counted.unprobed(stats))
         probe = Probe() if probed else None
-        return Reduction(codec or lossless(bucket.dtype), layout, stats, probe, step, momentum and codec is not None)
+        sent, rounded = momentum and codec is not None, EXEMPT_IN.get(bucket.dtype) if momentum else None
+        return Reduction(codec or lossless(bucket.dtype), layout, stats, probe, step, sent, rounded)
 
     def residuals_of(self, reduction: Reduction) -> Residuals | None:
         """Those that a bucket of this step adds. What the momentum has left is no part of a gradient: it waits."""

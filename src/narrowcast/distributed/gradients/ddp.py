@@ -107,6 +107,7 @@ def average_bucket(
         residuals = state.residuals_of(reduction)
         given = buffer, reduction.layout, residuals, outcome, reduction.probe
         bucket = HostBucket(*given, group) if isinstance(group, Mesh) else FlatBucket(*given)
+        bucket.exempt_in = reduction.exempt_in
         formed = _form(state, reduction, buffer, parameters, offsets, group.size)
         future = _start(state, group, reduction, bucket, last, formed)
     if last:
@@ -136,6 +137,8 @@ def _view(buffer: Tensor, parameter: Tensor, offset: int) -> Tensor:
 
     GradBucket.gradients() does not say so: its views are contiguous, also those of a parameter that is not.
     """
+    if parameter.is_contiguous() and not parameter.is_complex():
+        return buffer[offset : offset + parameter.numel()].view(parameter.shape)
     without_gaps = torch.empty_like(parameter, device="meta").stride()
     plain = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").stride()
     strides = without_gaps if without_gaps == parameter.stride() else plain

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed.collective import Collective
 from narrowcast.distributed.encoder import lossless
 from narrowcast.distributed.gradients.gather import GatheredChunk
 from narrowcast.distributed.gradients.layout import ChunkLayout
-from narrowcast.distributed.gradients.reduction import Bucket, GradientChunk
+from narrowcast.distributed.gradients.reduction import Bucket, GradientChunk, round_to
 from narrowcast.distributed.gradients.side_by_side import SideBySide
 from narrowcast.distributed.protocols import pipeline
 from narrowcast.distributed.protocols.mesh import Mesh
@@ -115,12 +114,15 @@ class _SharedChunk(GradientChunk):
     ) -> None:
         self.collective, self.layout, self.step = collective, layout, bucket.residuals_of(layout, collective, index)
         self._share = share
-        segments = self.averaged(as_codec("raw"), share.exempt, share.matrix, bucket.probe)
+        self._exempt_in = bucket.exempt_in
+        exact = lossless(bucket.exempt_in or torch.float32)
+        segments = self.averaged(exact, share.exempt, share.matrix, bucket.probe)
         super().__init__(collective, segments, index, divisor=bucket.mesh.size)
 
     def prepare(self) -> None:
         """Add the residuals, where there are some."""
         self.step.begin()
+        round_to(self._exempt_in, self._share.exempt)
         if self.step.sender is not None and self.step.next_sender is not None:
             self.add_residuals([self.step.sender], [self._share.matrix], [self.step.next_sender])
 

@@ -2,7 +2,8 @@
 
 The lane does this chunk by chunk. Gradients are added to their residuals, where there are some; parts go to their
 owners; sums go to everyone (DDP) or stay with their owner (FSDP2). Exempt elements travel in the same messages, in a
-codec that loses nothing of their dtype. A bucket is not changed before all ranks agree on the call.
+codec that loses nothing of their dtype; beside a momentum they are rounded first, to `exempt_in`, by every rank, its
+own part too: so their sums do not depend on who owns them. A bucket is not changed before all ranks agree on the call.
 
 - `FlatBucket`: gradients end to end, as DDP has them. A chunk gathers its gradients side by side, and writes the
   averages over them.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -47,6 +48,8 @@ class Reduction:
     step: int
     momentum: bool = False
     """Whether the momentum travels, not gradients."""
+    exempt_in: torch.dtype | None = None
+    """What exempt gradients are rounded to before they travel; None: they are not."""
 
 
 @dataclass
@@ -59,6 +62,8 @@ class Bucket:
     outcome: Outcome
     """Of the step that it belongs to."""
     probe: Probe | None
+    exempt_in: torch.dtype | None = field(default=None, kw_only=True)
+    """What exempt gradients are rounded to; None: they travel without loss."""
 
     @property
     def words(self) -> str:
@@ -153,6 +158,12 @@ class GradientChunk(Chunk):
         )
 
 
+def round_to(dtype: torch.dtype | None, values: Tensor) -> None:
+    """Round values to a dtype, in place; None leaves them."""
+    if dtype is not None:
+        values.copy_(values.to(dtype))
+
+
 # -- DDP: gradients end to end, averages to everyone ------------------------------------------------------------------
 
 
@@ -176,13 +187,15 @@ class _FlatChunk(GradientChunk):
         self.collective, self.layout, self.step = collective, layout, bucket.residuals_of(layout, collective, index)
         self._bucket = bucket
         self._here = here = SideBySide(collective, bucket.gradients, layout, index)
-        segments = self.averaged(lossless(bucket.gradients.dtype), here.exempt, here.matrix, bucket.probe)
+        exact = lossless(bucket.exempt_in or bucket.gradients.dtype)
+        segments = self.averaged(exact, here.exempt, here.matrix, bucket.probe)
         super().__init__(collective, segments, index, bucket.divisor or collective.size, eager=False)
 
     def prepare(self) -> None:
         """Put the gradients side by side, added to the residuals where there are some."""
         self.step.begin()
         self._here.gather_exempt()
+        round_to(self._bucket.exempt_in, self._here.exempt)
         if self.step.sender is not None and self.step.next_sender is not None:
             places = self._here.places(self.step.next_sender)
             self.add_residuals(self._here.places(self.step.sender), self._here.gradients(), places)

@@ -23,6 +23,10 @@ from narrowcast.errors import SpecError
 Schedule = Callable[[int], AnyCodec | None]
 Refresh = int | Literal["growing"] | None
 
+BEFORE_MOMENTUM = "int4"
+"""What gradients travel in by default in the warm-up of a momentum: with it runs ended lower than with int8, at half of
+the bytes (bench/results/simulated.md)."""
+
 FIRST_INTERVAL = 16
 """Steps to the first refresh of "growing"; each interval after it is twice as long as the one before."""
 
@@ -42,12 +46,14 @@ class Timetable:
     def __init__(
         self,
         warmup_steps: int,
-        warmup_codec: AnyCodec | None,
+        warmup_codec: AnyCodec | Literal["default"] | None,
         schedule: Schedule | None,
         refresh: Refresh = None,
         momentum: bool = False,
     ) -> None:
         self.warmup_steps = _steps(warmup_steps)
+        if warmup_codec == "default":
+            warmup_codec = BEFORE_MOMENTUM if momentum else None
         self.warmup_codec = None if warmup_codec is None else _warmup_codec(warmup_codec)
         self.schedule = _schedule(schedule)
         self.refresh = _refresh(refresh)
