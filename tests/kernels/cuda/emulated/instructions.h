@@ -38,6 +38,7 @@ static Copy copies[1024][COPIES];
 static int on_their_way[1024], lots[1024];
 
 static inline u64 used_once() { return 0; }
+static inline u64 used_again() { return 0; }
 static inline void copy16(void* to, const void* from, bool some, u64) {
     const int thread = threadIdx.x;
     if (on_their_way[thread] == COPIES) return machine::fail("has too many copies on their way: COPIES of instructions.h", thread);
@@ -109,6 +110,22 @@ static inline u32 plus(u32 pair, u32 offset) {
     return result;
 }
 
+// A product of halves is exact in fp64, and so is its sum with a half of about its size; one far smaller only decides ties.
+static inline u32 fma_pair(u32 a, u32 b, u32 c) {
+    u32 result = 0;
+    for (int i = 0; i < 32; i += 16) {
+        const double value = __builtin_fma(double(x_value(a >> i)), double(x_value(b >> i)), double(x_value(c >> i)));
+        result |= u32(X == 1 ? half_of(value) : bfloat_of(value)) << i;
+    }
+    return result;
+}
+
+static inline u32 pair_of(float low, float high) {
+    return X == 1 ? u32(half_of(high)) << 16 | half_of(low) : bfloat_pair(low, high);
+}
+
+static inline u32 rotate(u32 word, u32 by) { return by % 32 ? word >> by % 32 | word << (32 - by % 32) : word; }
+
 struct Fragments {
     u32 a[4], b[2];
     float* c;
@@ -145,9 +162,36 @@ static inline void end_products() {}
 template <int LEFT, int COUNT>
 static inline void await_products(float (&)[COUNT]) {}
 
+template <int LEFT>
+static inline void await_operands() {}
+
+struct Turned {
+    u16* to;
+    u32 a[4];
+};
+
+// PTX on stmatrix, transposed: lane 4 g + t holds of each matrix row g, columns 2 t and 2 t + 1.
+static inline void turn(void* const* brought) {
+    for (int lane = 0; lane < machine::WARP; ++lane)
+        for (int i = 0; i < 4; ++i)
+            for (int half = 0; half < 2; ++half)
+                ((Turned*)brought[8 * i + lane % 4 * 2 + half])->to[lane / 4] = u16(((Turned*)brought[lane])->a[i] >> (16 * half));
+}
+
+static inline void store_turned(void* to, u32 a, u32 b, u32 c, u32 d) {
+    if ((size_t)to % 16) return machine::fail("stores a matrix where it is not aligned", threadIdx.x);
+    Turned mine = {(u16*)to, {a, b, c, d}};
+    machine::wait_in_warp(turn, &mine);
+}
+
+struct Place {
+    const u16* at;
+    int apart;
+};
+
 struct Shares {
     u32 a[4];
-    const u16* b;
+    Place b;
     float* c;
     int count;
     bool more;
@@ -159,7 +203,7 @@ static inline void multiply_shares(void* const* brought) {
     const Shares& any = *(const Shares*)brought[0];
     for (int lane = 0; lane < machine::WARP; ++lane) {
         const Shares& mine = *(const Shares*)brought[lane];
-        if (mine.b != any.b || mine.more != any.more) return machine::fail("gives wgmma other arguments than its warp", threadIdx.x);
+        if (mine.b.at != any.b.at || mine.more != any.more) return machine::fail("gives wgmma other arguments than its warp", threadIdx.x);
         for (int half = 0; half < 2; ++half)
             for (int i = 0; i < 4; ++i) a[lane / 4 + i % 2 * 8][i / 2 * 8 + lane % 4 * 2 + half] = x_value(mine.a[i] >> (16 * half));
     }
@@ -168,16 +212,15 @@ static inline void multiply_shares(void* const* brought) {
             float& sum = ((const Shares*)brought[lane])->c[i];
             const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
             if (!any.more) sum = 0;
-            for (int k = 0; k < 16; ++k) sum += a[row][k] * x_value(any.b[(k / 8 * (any.count * 2) + column) * 8 + k % 8]);
+            for (int k = 0; k < 16; ++k) sum += a[row][k] * x_value(any.b.at[(k / 8 * any.b.apart + column) * 8 + k % 8]);
         }
 }
 
-typedef const u16* Place;
-template <int N>
+template <int APART>
 static inline Place place_of(const void* b) {
-    return (const u16*)b;
+    return {(const u16*)b, APART};
 }
-static inline Place further(Place b, int many) { return b + many * 8; }
+static inline Place further(Place b, int many) { return {b.at + many * 8, b.apart}; }
 
 template <int COUNT>
 static inline void wgmma(float (&c)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, Place b, bool more) {

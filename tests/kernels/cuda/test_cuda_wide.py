@@ -1,0 +1,76 @@
+"""cuda/wide.cu and cuda/join.cu on a CPU, as test_cuda_emulated.py runs the others: each shape and division of the work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import narrowcast as nc
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from test_cuda_emulated import CPU, Case, emulator, hold, host
+
+from narrowcast.kernels.cuda.formats import KINDS, block_of, codes_of, scaling_of
+from narrowcast.kernels.cuda.launch import launch_wide
+from narrowcast.kernels.cuda.wide import Shape, Wide, choose_wide, divide
+from narrowcast.kernels.layout import Recipe
+
+__all__ = ["emulator", "host"]  # fixtures
+
+BF16, FP16 = torch.bfloat16, torch.float16
+ROOM = 227 << 10
+
+# A case; its shape; tiles that are not divided along k, and parts of those that are.
+CASES = [
+    (Case("int4:block=128", 64, BF16), Shape(8, 1, 128, 4), 0, 1),
+    (Case("int4", 70, BF16, torch.float32), Shape(8, 1, 128, 4), 1, 2),
+    (Case("int4", 100, FP16, FP16), Shape(16, 2, 64, 4), 0, 2),
+    (Case("int4:block=128,scale=fp16", 128, FP16), Shape(16, 2, 128, 3), 0, 1),
+    (Case("int4:block=32,scale=fp32", 65, BF16, BF16), Shape(16, 1, 128, 4), 1, 3),
+    (Case("int4:block=row", 60, BF16, BF16), Shape(8, 2, 64, 3), 0, 2),
+    (Case("int8", 64, BF16), Shape(8, 2, 64, 5), 0, 2),
+    (Case("int8:block=row", 129, FP16, torch.float32), Shape(16, 1, 64, 4), 1, 2),
+    (Case("int8:block=64,scale=bf16", 90, BF16, FP16), Shape(16, 2, 128, 3), 0, 1),
+    (Case("int8:block=128,scale=fp32", 20, FP16), Shape(8, 1, 128, 3), 0, 4),
+    (Case("int8:block=256,scale=e8m0", 256, BF16), Shape(32, 1, 64, 3), 0, 2),
+    (Case("nf4", 77, BF16, BF16), Shape(16, 2, 128, 3), 0, 2),
+    (Case("nf4:block=128,scale=fp16", 130, FP16), Shape(8, 1, 64, 4), 2, 2),
+    (Case("nf4:block=row", 33, BF16), Shape(8, 1, 64, 4), 0, 1),
+    (Case("apot4", 64, BF16, torch.float32), Shape(16, 1, 64, 4), 0, 2),
+    (Case("fp8_e4m3", 128, BF16), Shape(16, 2, 64, 3), 0, 1),
+    (Case("fp8_e4m3:scale=none", 10, FP16, FP16), Shape(8, 1, 64, 4), 0, 2),
+    (Case("fp8_e5m2:block=64,scale=bf16", 64, BF16), Shape(8, 2, 128, 3), 1, 2),
+]
+
+
+def divided(case: Case, shape: Shape, whole: int, parts: int, recipe: Recipe, n: int, k: int) -> Wide:
+    codes, block = codes_of(recipe.format), block_of(recipe.format, k)
+    assert codes is not None
+    kind, bias = KINDS[case.dtype], -1 if case.bias is None else KINDS[case.bias]
+    common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": int(recipe.format.scale), "BLOCK": block, "UNROLL": 1}
+    common["SCALING"] = scaling_of(recipe, case.dtype, k)
+    tiles = -(-n // shape.height) * -(-case.batch // shape.width)
+    found = divide(common, shape, min(whole, tiles), parts, case.batch, n, k, 2, ROOM)
+    assert found is not None
+    return found
+
+
+def launch(wide: Wide, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
+    out = torch.full((len(x), len(data)), torch.nan, dtype=x.dtype)
+    launch_wide(wide, out, x, data, recipe, bias)
+    return out
+
+
+@pytest.mark.parametrize(("case", "shape", "whole", "parts"), CASES, ids=str)
+def test_each_shape_is_exact_where_sums_are_and_nan_stays_in_its_row(
+    case: Case, shape: Shape, whole: int, parts: int
+) -> None:
+    recipe = nc.codec(case.spec).recipe(CPU)
+
+    def plan(n: int, k: int) -> Wide:
+        return divided(case, shape, whole, parts, recipe, n, k)
+
+    sizes = ((8, 512), (136, 1024), (264, 512), (72, 1024))
+    hold(case, recipe, 0, plan, launch, lambda wide: wide._replace(grid=1), sizes)
