@@ -36,7 +36,13 @@ SPECS = ("int4:block=128", "int4", "int8", "nf4", "apot4", "fp8_e4m3", "int8:blo
 BF16 = torch.bfloat16
 NARROW = {
     64: (Shape(8, 1, 128, 4), Shape(8, 1, 128, 6), Shape(8, 2, 128, 4), Shape(8, 1, 64, 8), Shape(8, 1, 128, 4, 2)),
-    128: (Shape(16, 1, 128, 4), Shape(16, 2, 128, 4), Shape(16, 1, 64, 4, 2), Shape(16, 2, 64, 6), Shape(16, 1, 128, 5)),
+    128: (
+        Shape(16, 1, 128, 4),
+        Shape(16, 2, 128, 4),
+        Shape(16, 1, 64, 4, 2),
+        Shape(16, 2, 64, 6),
+        Shape(16, 1, 128, 5),
+    ),
     256: (Shape(16, 2, 128, 4), Shape(16, 2, 64, 6), Shape(32, 1, 64, 4), Shape(16, 1, 64, 4, 2), Shape(16, 2, 64, 4)),
 }
 BYTES = {
@@ -78,6 +84,13 @@ def ways(recipe: Recipe, batch: int, n: int, k: int, most: int) -> list[Wide]:
             wide = divide(common, shape, whole, parts, batch, n, k, 132, room)
             if wide is not None:
                 made[wide] = cost(wide, k)
+        found += [
+            wide
+            for parts in (2, 4)
+            if tiles * parts <= at_once
+            and tiles * parts * 2 > at_once
+            and (wide := divide(common, shape, 0, parts, batch, n, k, 132, room, True)) is not None
+        ]
         found += sorted(made, key=lambda wide: made[wide])[:most]
     return found
 
@@ -120,11 +133,18 @@ def sweep(specs: list[str], batches: list[int], seconds: float, most: int) -> tu
             off = ((out.double() - exact).abs() / bound).max().item()
             if not off <= 1:
                 bad += 1
-                print(f"WRONG {spec} batch {batch} {n}x{k} {wide.shape} {wide.whole} {wide.parts}: {off:.3g}", flush=True)
+                print(
+                    f"WRONG {spec} batch {batch} {n}x{k} {wide.shape} {wide.whole} {wide.parts}: {off:.3g}", flush=True
+                )
             taken = microseconds(partial(launch, wide, out, x, rows, recipe), len(rows), 3)
-            tried.append({"us": taken, "shape": tuple(wide.shape), "whole": wide.whole, "parts": wide.parts, "off": off})
+            tried.append(
+                {"us": taken, "shape": tuple(wide.shape), "whole": wide.whole, "parts": wide.parts, "off": off}
+            )
         tried.sort(key=lambda line: line["us"])
-        best = "  ".join(f"{line['us']:.1f} {line['shape']} {line['whole']}/{line['parts']}" for line in tried[:4])
+        best = "  ".join(
+            f"{line['us']:.1f} {line['shape']} {line['whole']}/{line['parts']}{'c' * line['cluster']}"
+            for line in tried[:4]
+        )
         print(f"{batch:5d} {n}x{k} {spec:15s} cuBLAS {base:.1f}  {base / tried[0]['us']:.2f}x  {best}", flush=True)
         found.append({"spec": spec, "batch": batch, "n": n, "k": k, "cublas": base, "tried": tried})
     return found, bad

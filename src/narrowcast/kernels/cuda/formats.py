@@ -63,9 +63,19 @@ def scaling_of(recipe: Recipe, dtype: torch.dtype, k: int) -> int:
     if block_of(format, k) == 0:
         return 0
     alike = format.scale == {torch.float16: Scale.FP16, torch.bfloat16: Scale.BF16}.get(dtype)
-    levels = None if recipe.table is None else recipe.table[0]
-    exact = levels is None or bool(levels.to(dtype).float().eq(levels).logical_or(levels.isnan()).all())
-    return 1 if alike and exact else 2
+    return 1 if alike and (recipe.table is None or _exact(recipe.table, dtype)) else 2
+
+
+_exact_tables: dict[tuple[int, torch.dtype], tuple[bool, Tensor]] = {}
+
+
+def _exact(table: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all levels are numbers of this dtype; asked once, since it waits for the GPU."""
+    key = (table.data_ptr(), dtype)
+    if key not in _exact_tables:
+        levels = table[0]
+        _exact_tables[key] = bool((levels.to(dtype).float().eq(levels) | levels.isnan()).all()), table
+    return _exact_tables[key][0]
 
 
 def numbers_of(recipe: Recipe, device: torch.device) -> Tensor | None:

@@ -178,6 +178,25 @@ __device__ __forceinline__ void store_turned(void* to, u32 a, u32 b, u32 c, u32 
                  :: "r"(u32(__cvta_generic_to_shared(to))), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
+// Blocks of a cluster, which read each other's shared memory between two of these.
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ int rank_in_cluster() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return int(rank);
+}
+
+// What block `rank` of the cluster has where this one has `here`, in shared memory.
+__device__ __forceinline__ float4 load_from_block(const void* here, int rank) {
+    float4 v;
+    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(u32(__cvta_generic_to_shared(here))), "r"(rank) : "memory");
+    return v;
+}
+
 #if X == 1
 #define HALVES "f16.f16"
 #else

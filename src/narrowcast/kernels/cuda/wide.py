@@ -47,33 +47,56 @@ class Wide(NamedTuple):
     whole: int
     parts: int
     tiles: int
+    cluster: bool
 
 
-def shared_bytes(codes: int, shape: Shape) -> int:
-    """Shared memory of a ring, or of a tile of results where that is more."""
+def shared_bytes(codes: int, shape: Shape, cluster: bool) -> int:
+    """Shared memory of a ring, or of a tile of results or sums where that is more."""
     pieces = shape.step // (32 if codes in (INT4, PAIRS) else 16)
     stage = pieces * (shape.height * 16 + 128 // pieces) + shape.step // 8 * (shape.width + 1) * 16
-    return max(shape.stages * stage, shape.width * (shape.height * 2 + 16))
+    results = shape.width * (shape.height * 4 + 16 if cluster else shape.height * 2 + 16)
+    return max(shape.stages * stage, results)
 
 
 def divide(
-    common: dict[str, int], shape: Shape, whole: int, parts: int, batch: int, n: int, k: int, processors: int, room: int
+    common: dict[str, int],
+    shape: Shape,
+    whole: int,
+    parts: int,
+    batch: int,
+    n: int,
+    k: int,
+    processors: int,
+    room: int,
+    cluster: bool = False,
 ) -> Wide | None:
-    """A division into tiles of this shape, the first `whole` of them not divided along k; None if it cannot be."""
+    """A division into tiles of this shape, the first `whole` of them not divided along k; None if it cannot be.
+
+    `cluster`: the blocks of a tile are a cluster that adds up its sums itself.
+    """
     codes, block = common["CODES"], common["BLOCK"]
-    shared, columns = shared_bytes(codes, shape), -(-batch // shape.width)
+    shared, columns = shared_bytes(codes, shape, cluster), -(-batch // shape.width)
     held = TABLE if codes in (BYTES, PAIRS) else 0
     steps, tiles = k // shape.step, -(-n // shape.height) * columns
     fits = block % shape.step == 0 or (shape.step % block == 0 and block % 16 == 0)
     if shape.resident * (shared + held + 1024) > room + 1024 or k % shape.step or not fits or whole > tiles:
         return None
     parts = -(-steps // -(-steps // parts))  # or fewer, where k has not so many steps
-    macros = {"TEAM": 4, "TILES": shape.tiles, "TALL": shape.tall, "STEP": shape.step, "STAGES": shape.stages}
+    if cluster and (whole or parts == 1 or shape.width % parts):
+        return None
+    macros = {
+        "CLUSTER": parts if cluster else 1,
+        "TEAM": 4,
+        "TILES": shape.tiles,
+        "TALL": shape.tall,
+        "STEP": shape.step,
+        "STAGES": shape.stages,
+    }
     defines = common | macros | {"RESIDENT": shape.resident}
     whole = tiles if parts == 1 else whole
     jobs = whole + (tiles - whole) * parts
-    grid = min(processors * shape.resident, jobs)
-    return Wide(tuple(defines.items()), grid, shared, shape, columns, whole, parts, tiles)
+    grid = jobs if cluster else min(processors * shape.resident, jobs)
+    return Wide(tuple(defines.items()), grid, shared, shape, columns, whole, parts, tiles, cluster)
 
 
 @cache
@@ -119,5 +142,5 @@ def cost(wide: Wide, k: int) -> float:
     jobs = divided * wide.parts
     rounds = -(-wide.whole // wide.grid) + -(-jobs // wide.grid) / wide.parts
     started = -(-wide.whole // wide.grid) + -(-jobs // wide.grid)
-    sums = jobs * shape.width * shape.height * 8 / 4e6 + 2.5 if divided else 0.0
+    sums = 0.0 if not divided else 3.0 if wide.cluster else jobs * shape.width * shape.height * 8 / 4e6 + 2.5
     return rounds * one + 1.5 * started + sums
