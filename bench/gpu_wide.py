@@ -1,4 +1,4 @@
-"""Products with many rows of x on a Hopper GPU: divisions of cuda/wide.cu, checked against fp64 and timed beside cuBLAS in bf16.
+"""Products with many rows of x on a Hopper GPU (cuda/wide.cu), checked against fp64 and timed beside cuBLAS in bf16.
 
     PYTHONPATH=src:bench python3 bench/gpu_wide.py                 what the library does, at four shapes of a 7B decoder
     PYTHONPATH=src:bench python3 bench/gpu_wide.py --sweep         other divisions, for the table of cuda/wide.py

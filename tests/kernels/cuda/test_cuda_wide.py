@@ -1,4 +1,4 @@
-"""cuda/wide.cu and cuda/join.cu on a CPU, as test_cuda_emulated.py runs the others: each shape and division of the work."""
+"""cuda/wide.cu and cuda/join.cu on a CPU, as test_cuda_emulated.py runs the others: each shape and division."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from test_cuda_emulated import CPU, Case, emulator, hold, host
 
 from narrowcast.kernels.cuda.formats import KINDS, block_of, codes_of, scaling_of
 from narrowcast.kernels.cuda.launch import launch_wide
-from narrowcast.kernels.cuda.wide import Shape, Wide, choose_wide, divide
+from narrowcast.kernels.cuda.wide import Shape, Wide, divide
 from narrowcast.kernels.layout import Recipe
 
 __all__ = ["emulator", "host"]  # fixtures
@@ -22,7 +22,7 @@ __all__ = ["emulator", "host"]  # fixtures
 BF16, FP16 = torch.bfloat16, torch.float16
 ROOM = 227 << 10
 
-# A case; its shape; tiles that are not divided along k, and parts of those that are.
+# A case; its shape; tiles that are not divided along k (-1: none, in clusters), and parts of those that are.
 CASES = [
     (Case("int4:block=128", 64, BF16), Shape(8, 1, 128, 4), 0, 1),
     (Case("int4", 70, BF16, torch.float32), Shape(8, 1, 128, 4), 1, 2),
@@ -42,6 +42,9 @@ CASES = [
     (Case("fp8_e4m3", 128, BF16), Shape(16, 2, 64, 3), 0, 1),
     (Case("fp8_e4m3:scale=none", 10, FP16, FP16), Shape(8, 1, 64, 4), 0, 2),
     (Case("fp8_e5m2:block=64,scale=bf16", 64, BF16), Shape(8, 2, 128, 3), 1, 2),
+    (Case("int4", 64, BF16, torch.float32), Shape(8, 1, 128, 4), -1, 4),
+    (Case("int8", 100, BF16), Shape(16, 2, 64, 4), -1, 2),
+    (Case("nf4:block=128", 70, FP16, FP16), Shape(8, 1, 64, 4), -1, 4),
 ]
 
 
@@ -52,7 +55,7 @@ def divided(case: Case, shape: Shape, whole: int, parts: int, recipe: Recipe, n:
     common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": int(recipe.format.scale), "BLOCK": block, "UNROLL": 1}
     common["SCALING"] = scaling_of(recipe, case.dtype, k)
     tiles = -(-n // shape.height) * -(-case.batch // shape.width)
-    found = divide(common, shape, min(whole, tiles), parts, case.batch, n, k, 2, ROOM)
+    found = divide(common, shape, max(0, min(whole, tiles)), parts, case.batch, n, k, 2, ROOM, whole < 0)
     assert found is not None
     return found
 
@@ -73,4 +76,4 @@ def test_each_shape_is_exact_where_sums_are_and_nan_stays_in_its_row(
         return divided(case, shape, whole, parts, recipe, n, k)
 
     sizes = ((8, 512), (136, 1024), (264, 512), (72, 1024))
-    hold(case, recipe, 0, plan, launch, lambda wide: wide._replace(grid=1), sizes)
+    hold(case, recipe, 0, plan, launch, lambda wide: wide if wide.cluster else wide._replace(grid=1), sizes)

@@ -8,7 +8,8 @@
 
 They are compiled on first use (nvrtc.py). `linear` returns False for what they are not made for: triton/ takes other
 formats, fp32 and what cannot be compiled here, up to 64 rows of x; of more rows that wide.cu does not take, tiles are
-decoded and multiplied by cuBLAS (operators/linear.py). Where nothing can be compiled, the first call says so in a `KernelWarning`.
+decoded and multiplied by cuBLAS (operators/linear.py). Where nothing can be compiled, the first call says so in a
+`KernelWarning`.
 """
 
 from __future__ import annotations

@@ -23,9 +23,8 @@ TABLE = 32 << 10
 
 def sources(name: str) -> tuple[Path, ...]:
     """The files that make up a kernel, in order."""
-    codes = (HERE / "pairs.cuh",) if name in ("tile", "slices", "wide") else ()
-    codes += (HERE / "lanes.cuh",) if name == "wide" else ()
-    return HERE / "instructions.cuh", HERE / "numbers.cuh", *codes, HERE / f"{name}.cu"
+    parts = {"tile": ("pairs",), "slices": ("pairs",), "wide": ("pairs", "lanes")}.get(name, ())
+    return tuple(HERE / f"{part}.cuh" for part in ("instructions", "numbers", *parts)) + (HERE / f"{name}.cu",)
 
 
 def codes_of(format: Format) -> int | None:

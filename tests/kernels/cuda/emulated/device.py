@@ -169,13 +169,15 @@ def program(sources: tuple[Path, ...], name: str, defines: tuple[tuple[str, int]
     asked = re.findall(r"extern __shared__ (\w+) (\w+)\[\]", sources[-1].read_text())
     kind, memory = asked[0] if asked else ("char", "nothing")
     own = [HERE / file.with_suffix(".h").name for file in sources]
+    blocks = dict(defines).get("CLUSTER", 1)
     lines = [f"#define {key} {value}" for key, value in defines]
     lines += ['#include "cuda.h"', f"thread_local {kind} {memory}[{SHARED} / sizeof({kind})];"]
     lines += [f'#include "{mine if mine.exists() else file}"' for mine, file in zip(own, sources, strict=True)]
     lines += [
         'extern "C" const char* launch(int grid, int threads, int asked, int reverse, void* const* values) {',
         f"    const char* memory = (const char*)::{memory};",
-        f"    return machine::launch(launch_of({name}, values), grid, threads, reverse, memory, {SHARED}, asked);",
+        f"    auto* const body = launch_of({name}, values);",
+        f"    return machine::launch(body, grid, threads, reverse, memory, {SHARED}, asked, {blocks});",
         "}",
     ]
     return "\n".join(lines) + "\n"

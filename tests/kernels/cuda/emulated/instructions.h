@@ -184,10 +184,9 @@ static inline void store_turned(void* to, u32 a, u32 b, u32 c, u32 d) {
     machine::wait_in_warp(turn, &mine);
 }
 
-// Clusters are not emulated: CLUSTER is 1 here.
-static inline void meet_cluster() {}
-static inline int rank_in_cluster() { return 0; }
-static inline float4 load_from_block(const void* here, int) { return *(const float4*)here; }
+static inline void meet_cluster() { machine::wait(machine::IN_CLUSTER); }
+static inline int rank_in_cluster() { return machine::rank; }
+static inline float4 load_from_block(const void* here, int rank) { return *(const float4*)machine::in_block(here, rank); }
 
 struct Place {
     const u16* at;
