@@ -35,20 +35,14 @@ SHAPES = ((22016, 4096), (4096, 4096), (12288, 4096), (4096, 11008))
 SPECS = ("int4:block=128", "int4", "int8", "nf4", "apot4", "fp8_e4m3", "int8:block=row")
 BF16 = torch.bfloat16
 NARROW = {
-    64: (Shape(8, 1, 128, 4), Shape(8, 1, 128, 6), Shape(8, 2, 128, 4), Shape(8, 1, 64, 8), Shape(8, 1, 128, 4, 2)),
-    128: (
-        Shape(16, 1, 128, 4),
-        Shape(16, 2, 128, 4),
-        Shape(16, 1, 64, 4, 2),
-        Shape(16, 2, 64, 6),
-        Shape(16, 1, 128, 5),
-    ),
-    256: (Shape(16, 2, 128, 4), Shape(16, 2, 64, 6), Shape(32, 1, 64, 4), Shape(16, 1, 64, 4, 2), Shape(16, 2, 64, 4)),
+    64: (Shape(8, 1, 128, 6, 8), Shape(8, 1, 64, 8, 4), Shape(8, 1, 128, 4, 8, 2), Shape(8, 1, 128, 8, 8)),
+    128: (Shape(16, 1, 64, 8, 4), Shape(16, 1, 128, 4, 8), Shape(16, 1, 64, 4, 4, 2), Shape(16, 2, 64, 6, 4)),
+    256: (Shape(32, 1, 64, 4, 4), Shape(32, 1, 64, 5, 4), Shape(16, 2, 64, 6, 4), Shape(16, 2, 64, 6, 2)),
 }
 BYTES = {
-    64: (Shape(8, 1, 64, 4), Shape(8, 1, 64, 8), Shape(8, 2, 64, 6), Shape(8, 1, 128, 4), Shape(8, 1, 64, 4, 2)),
-    128: (Shape(16, 1, 64, 6), Shape(16, 2, 64, 5), Shape(16, 1, 64, 4, 2), Shape(16, 1, 128, 4), Shape(16, 2, 64, 4)),
-    256: (Shape(16, 2, 64, 5), Shape(16, 2, 64, 4), Shape(32, 1, 64, 4), Shape(16, 1, 64, 4, 2), Shape(16, 2, 128, 3)),
+    64: (Shape(8, 1, 128, 6, 8), Shape(8, 1, 64, 8, 4), Shape(8, 1, 64, 5, 4, 2), Shape(8, 1, 64, 10, 4)),
+    128: (Shape(16, 1, 64, 8, 4), Shape(16, 1, 128, 4, 8), Shape(16, 1, 64, 6, 4), Shape(16, 2, 64, 6, 4)),
+    256: (Shape(32, 1, 64, 4, 4), Shape(32, 1, 64, 5, 4), Shape(16, 2, 64, 6, 4), Shape(16, 2, 64, 6, 2)),
 }
 
 
@@ -84,13 +78,6 @@ def ways(recipe: Recipe, batch: int, n: int, k: int, most: int) -> list[Wide]:
             wide = divide(common, shape, whole, parts, batch, n, k, 132, room)
             if wide is not None:
                 made[wide] = cost(wide, k)
-        found += [
-            wide
-            for parts in (2, 4)
-            if tiles * parts <= at_once
-            and tiles * parts * 2 > at_once
-            and (wide := divide(common, shape, 0, parts, batch, n, k, 132, room, True)) is not None
-        ]
         found += sorted(made, key=lambda wide: made[wide])[:most]
     return found
 
@@ -114,7 +101,7 @@ def launch(wide: Wide, out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: 
 
 def sweep(specs: list[str], batches: list[int], seconds: float, most: int) -> tuple[list[dict[str, object]], int]:
     recipes = {spec: nc.codec(spec).recipe(torch.device("cuda")) for spec in specs}
-    jobs = list(itertools.product(batches, SHAPES, specs))
+    jobs = [(batch, shape, spec) for spec, batch, shape in itertools.product(specs, batches, SHAPES)]
     compile_all({wide.defines for b, (n, k), spec in jobs for wide in ways(recipes[spec], b, n, k, most)})
     found, bad, started, plain = [], 0, time.perf_counter(), {}
     for batch, (n, k), spec in jobs:
@@ -142,7 +129,7 @@ def sweep(specs: list[str], batches: list[int], seconds: float, most: int) -> tu
             )
         tried.sort(key=lambda line: line["us"])
         best = "  ".join(
-            f"{line['us']:.1f} {line['shape']} {line['whole']}/{line['parts']}{'c' * line['cluster']}"
+            f"{line['us']:.1f} {line['shape']} {line['whole']}/{line['parts']}"
             for line in tried[:4]
         )
         print(f"{batch:5d} {n}x{k} {spec:15s} cuBLAS {base:.1f}  {base / tried[0]['us']:.2f}x  {best}", flush=True)

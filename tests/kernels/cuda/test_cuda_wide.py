@@ -14,7 +14,7 @@ from test_cuda_emulated import CPU, Case, emulator, hold, host
 
 from narrowcast.kernels.cuda.formats import KINDS, block_of, codes_of, scaling_of
 from narrowcast.kernels.cuda.launch import launch_wide
-from narrowcast.kernels.cuda.wide import Shape, Wide, divide
+from narrowcast.kernels.cuda.wide import Shape, Wide, choose_wide, divide
 from narrowcast.kernels.layout import Recipe
 
 __all__ = ["emulator", "host"]  # fixtures
@@ -22,29 +22,26 @@ __all__ = ["emulator", "host"]  # fixtures
 BF16, FP16 = torch.bfloat16, torch.float16
 ROOM = 227 << 10
 
-# A case; its shape; tiles that are not divided along k (-1: none, in clusters), and parts of those that are.
+# A case; its shape; tiles that are not divided along k, and parts of those that are.
 CASES = [
-    (Case("int4:block=128", 64, BF16), Shape(8, 1, 128, 4), 0, 1),
-    (Case("int4", 70, BF16, torch.float32), Shape(8, 1, 128, 4), 1, 2),
-    (Case("int4", 100, FP16, FP16), Shape(16, 2, 64, 4), 0, 2),
-    (Case("int4:block=128,scale=fp16", 128, FP16), Shape(16, 2, 128, 3), 0, 1),
-    (Case("int4:block=32,scale=fp32", 65, BF16, BF16), Shape(16, 1, 128, 4), 1, 3),
-    (Case("int4:block=row", 60, BF16, BF16), Shape(8, 2, 64, 3), 0, 2),
-    (Case("int8", 64, BF16), Shape(8, 2, 64, 5), 0, 2),
-    (Case("int8:block=row", 129, FP16, torch.float32), Shape(16, 1, 64, 4), 1, 2),
-    (Case("int8:block=64,scale=bf16", 90, BF16, FP16), Shape(16, 2, 128, 3), 0, 1),
-    (Case("int8:block=128,scale=fp32", 20, FP16), Shape(8, 1, 128, 3), 0, 4),
-    (Case("int8:block=256,scale=e8m0", 256, BF16), Shape(32, 1, 64, 3), 0, 2),
-    (Case("nf4", 77, BF16, BF16), Shape(16, 2, 128, 3), 0, 2),
-    (Case("nf4:block=128,scale=fp16", 130, FP16), Shape(8, 1, 64, 4), 2, 2),
-    (Case("nf4:block=row", 33, BF16), Shape(8, 1, 64, 4), 0, 1),
-    (Case("apot4", 64, BF16, torch.float32), Shape(16, 1, 64, 4), 0, 2),
-    (Case("fp8_e4m3", 128, BF16), Shape(16, 2, 64, 3), 0, 1),
-    (Case("fp8_e4m3:scale=none", 10, FP16, FP16), Shape(8, 1, 64, 4), 0, 2),
-    (Case("fp8_e5m2:block=64,scale=bf16", 64, BF16), Shape(8, 2, 128, 3), 1, 2),
-    (Case("int4", 64, BF16, torch.float32), Shape(8, 1, 128, 4), -1, 4),
-    (Case("int8", 100, BF16), Shape(16, 2, 64, 4), -1, 2),
-    (Case("nf4:block=128", 70, FP16, FP16), Shape(8, 1, 64, 4), -1, 4),
+    (Case("int4:block=128", 64, BF16), Shape(8, 1, 128, 4, 4), 0, 1),
+    (Case("int4", 70, BF16, torch.float32), Shape(8, 1, 128, 4, 4), 1, 2),
+    (Case("int4", 100, FP16, FP16), Shape(16, 2, 64, 4, 2), 0, 2),
+    (Case("int4:block=128,scale=fp16", 128, FP16), Shape(16, 2, 128, 3, 2), 0, 1),
+    (Case("int4:block=32,scale=fp32", 65, BF16, BF16), Shape(16, 1, 128, 4, 4), 1, 3),
+    (Case("int4:block=row", 60, BF16, BF16), Shape(8, 2, 64, 3, 2), 0, 2),
+    (Case("int8", 64, BF16), Shape(8, 2, 64, 5, 2), 0, 2),
+    (Case("int8:block=row", 129, FP16, torch.float32), Shape(16, 1, 64, 4, 4), 1, 2),
+    (Case("int8:block=64,scale=bf16", 90, BF16, FP16), Shape(16, 2, 128, 3, 2), 0, 1),
+    (Case("int8:block=128,scale=fp32", 20, FP16), Shape(8, 1, 128, 3, 4), 0, 4),
+    (Case("int8:block=256,scale=e8m0", 256, BF16), Shape(32, 1, 64, 3, 4), 0, 2),
+    (Case("nf4", 77, BF16, BF16), Shape(16, 2, 128, 3, 2), 0, 2),
+    (Case("nf4:block=128,scale=fp16", 130, FP16), Shape(8, 1, 64, 4, 4), 2, 2),
+    (Case("nf4:block=row", 33, BF16), Shape(8, 1, 64, 4, 4), 0, 1),
+    (Case("apot4", 64, BF16, torch.float32), Shape(16, 1, 64, 4, 2), 0, 2),
+    (Case("fp8_e4m3", 128, BF16), Shape(16, 2, 64, 3, 2), 0, 1),
+    (Case("fp8_e4m3:scale=none", 10, FP16, FP16), Shape(8, 1, 64, 4, 4), 0, 2),
+    (Case("fp8_e5m2:block=64,scale=bf16", 64, BF16), Shape(8, 2, 128, 3, 2), 1, 2),
 ]
 
 
@@ -55,7 +52,7 @@ def divided(case: Case, shape: Shape, whole: int, parts: int, recipe: Recipe, n:
     common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": int(recipe.format.scale), "BLOCK": block, "UNROLL": 1}
     common["SCALING"] = scaling_of(recipe, case.dtype, k)
     tiles = -(-n // shape.height) * -(-case.batch // shape.width)
-    found = divide(common, shape, max(0, min(whole, tiles)), parts, case.batch, n, k, 2, ROOM, whole < 0)
+    found = divide(common, shape, min(whole, tiles), parts, case.batch, n, k, 2, ROOM)
     assert found is not None
     return found
 
@@ -76,4 +73,26 @@ def test_each_shape_is_exact_where_sums_are_and_nan_stays_in_its_row(
         return divided(case, shape, whole, parts, recipe, n, k)
 
     sizes = ((8, 512), (136, 1024), (264, 512), (72, 1024))
-    hold(case, recipe, 0, plan, launch, lambda wide: wide if wide.cluster else wide._replace(grid=1), sizes)
+    hold(case, recipe, 0, plan, launch, lambda wide: wide._replace(grid=1), sizes)
+
+
+@pytest.mark.parametrize("batch", [33, 64, 100, 128, 256, 1000, 2048])
+@pytest.mark.parametrize("spec", ["int8:block=row", "int8", "int4:block=128", "int4", "nf4", "fp8_e4m3"])
+def test_every_layer_of_a_model_has_a_plan_that_fits(spec: str, batch: int) -> None:
+    recipe = nc.codec(spec).recipe(CPU)
+    codes = codes_of(recipe.format)
+    assert codes is not None
+    held = 32 << 10 if codes >= 2 else 0
+    for n, k in ((4096, 4096), (12288, 4096), (22016, 4096), (32000, 4096), (4096, 11008), (8192, 28672), (1024, 8192)):
+        block, scaling = block_of(recipe.format, k), scaling_of(recipe, BF16, k)
+        wide = choose_wide(codes, block, int(recipe.format.scale), scaling, batch, n, k, 2, -1, 132, ROOM)
+        assert wide is not None
+        assert wide.shape.resident * (wide.shared + held) <= ROOM
+        assert wide.columns * wide.shape.width >= batch
+        assert wide.tiles == wide.columns * -(-n // wide.shape.height)
+        assert wide.grid <= wide.whole + (wide.tiles - wide.whole) * wide.parts
+
+
+@pytest.mark.parametrize(("n", "k", "kind"), [(4095, 4096, 2), (4096, 4096 + 32, 2), (4096, 4096, 0)])
+def test_what_wide_cannot_do_is_left_to_others(n: int, k: int, kind: int) -> None:
+    assert choose_wide(1, 64, 2, 1, 100, n, k, kind, -1, 132, ROOM) is None

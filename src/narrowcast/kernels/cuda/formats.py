@@ -24,7 +24,7 @@ TABLE = 32 << 10
 def sources(name: str) -> tuple[Path, ...]:
     """The files that make up a kernel, in order."""
     parts = {"tile": ("pairs",), "slices": ("pairs",), "wide": ("pairs", "lanes")}.get(name, ())
-    return tuple(HERE / f"{part}.cuh" for part in ("instructions", "numbers", *parts)) + (HERE / f"{name}.cu",)
+    return (*(HERE / f"{part}.cuh" for part in ("instructions", "numbers", *parts)), HERE / f"{name}.cu")
 
 
 def codes_of(format: Format) -> int | None:

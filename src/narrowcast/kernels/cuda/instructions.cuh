@@ -30,13 +30,6 @@ __device__ __forceinline__ uint4 stream16(const void* p) {
     return v;
 }
 
-// For copies of what others read too.
-__device__ __forceinline__ u64 used_again() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
 // For copies that leave L2 to others.
 __device__ __forceinline__ u64 used_once() {
     u64 policy;
@@ -48,6 +41,13 @@ __device__ __forceinline__ u64 used_once() {
 __device__ __forceinline__ void copy16(void* to, const void* from, bool some, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
                  :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from), "r"(some ? 16 : 0), "l"(policy) : "memory");
+}
+
+// The same of what others read too. (With a policy, and an address that is the same for all threads but for a part that is not,
+// ptxas 13.0 makes an instruction that an H200 does not know.)
+__device__ __forceinline__ void copy16(void* to, const void* from, bool some) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from), "r"(some ? 16 : 0) : "memory");
 }
 
 // What this thread has copied since the last time is one lot.
@@ -159,6 +159,13 @@ __device__ __forceinline__ void show_tensor_cores() {
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
+// Registers that products read are written by here, and not later: else the compiler makes one product wait for the other.
+template <int COUNT>
+__device__ __forceinline__ void settle(u32 (&a)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(a[i]) :: "memory");
+}
+
 // Until all lots are done but the last LEFT. `c`, the sums, must not be read before.
 template <int LEFT, int COUNT>
 __device__ __forceinline__ void await_products(float (&c)[COUNT]) {
@@ -178,25 +185,6 @@ __device__ __forceinline__ void store_turned(void* to, u32 a, u32 b, u32 c, u32 
                  :: "r"(u32(__cvta_generic_to_shared(to))), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// Blocks of a cluster, which read each other's shared memory between two of these.
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ int rank_in_cluster() {
-    u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return int(rank);
-}
-
-// What block `rank` of the cluster has where this one has `here`, in shared memory.
-__device__ __forceinline__ float4 load_from_block(const void* here, int rank) {
-    float4 v;
-    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(u32(__cvta_generic_to_shared(here))), "r"(rank) : "memory");
-    return v;
-}
-
 #if X == 1
 #define HALVES "f16.f16"
 #else
@@ -206,13 +194,19 @@ __device__ __forceinline__ float4 load_from_block(const void* here, int rank) {
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define EIGHT(i) FOUR(i), FOUR(i + 4)
 
-// Where a matrix [.., N] of wgmma lies in shared memory, as [halves of k][N][8], or with a gap: `APART` times 16 bytes from one
-// half to the other; and `many` times 16 bytes further.
+// Where a matrix [.., N] of wgmma lies in shared memory, as [2 halves of k][N][8]; and `many` times 16 bytes further.
 typedef u64 Place;
-template <int APART>
+template <int N>
 __device__ __forceinline__ Place place_of(const void* b) {
     const u32 from = (u32(__cvta_generic_to_shared(b)) & 0x3FFFF) >> 4;
-    return u64(128 >> 4) << 32 | APART << 16 | from;  // bytes to eight more of N; to the other half
+    return u64(128 >> 4) << 32 | N << 16 | from;  // bytes to eight more of N; to the other half
+}
+
+// The same as [N][64 of k], with sixteen bytes i of line n in place i ^ n % 8, so that neither lines nor columns meet a bank
+// twice. It begins at a multiple of 1024 bytes.
+__device__ __forceinline__ Place place_of_lines(const void* b) {
+    const u32 from = (u32(__cvta_generic_to_shared(b)) & 0x3FFFF) >> 4;
+    return u64(1) << 62 | u64(1024 >> 4) << 32 | 1 << 16 | from;  // the pattern; bytes to eight more of N
 }
 __device__ __forceinline__ Place further(Place b, int many) { return b + u32(many); }
 

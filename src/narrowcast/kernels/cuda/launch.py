@@ -52,7 +52,7 @@ def launch_wide(wide: Wide, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe
     n, k = len(data), x.shape[1]
     in_fp32 = dict(wide.defines)["SCALING"] == 2
     levels = numbers_of(recipe, x.device) if in_fp32 else levels_of(recipe, x.dtype, x.device)
-    width, height, divided = wide.shape.width, wide.shape.height, 0 if wide.cluster else wide.tiles - wide.whole
+    width, height, divided = wide.shape.width, wide.shape.height, wide.tiles - wide.whole
     sums = torch.empty(divided * wide.parts * width * height, dtype=torch.float32, device=x.device) if divided else None
     places = (data.stride(0) if n > 1 else 0, layout(recipe.format, k).scales_offset, x.stride(0) if len(x) > 1 else 0)
     sizes = (Int(len(x)), Int(n), Int(k), *(Int(place) for place in places))

@@ -2,50 +2,40 @@
 //
 // A job is a tile of HEIGHT rows of W and WIDTH rows of x, along all of k or a part of it. Codes and x come to shared memory by
 // asynchronous copies, STEP elements of k at a time, STAGES of them in a ring. Two teams of four warps decode codes into registers,
-// which is where wgmma takes them from; x it reads where it lies. While the products of sixteen elements run, the next
-// are decoded.
+// which is where wgmma takes them from; x it reads where it lies. While the products of one lot run, the next is decoded.
 //
 //   TILES   eights of rows of x: 8, 16 or 32.   TALL  sixty-fours of rows of W that a team takes: 1 or 2
 //   STEP    64 or 128 elements.   STAGES  of a ring, at least 3.   RESIDENT  blocks that a processor should hold
+//   DEEP    sixteens of elements that are decoded and multiplied at a time, 2 or more: waiting for fewer takes longer than they do
 //
 // Jobs 0 to `whole` - 1 are tiles whole; after them each tile is `parts` jobs, whose sums go to `sums` [job][WIDTH][HEIGHT] and are
 // added up, in order, by join.cu. With `parts` 1 there is none. Tiles that share rows of W follow each other.
-//   CLUSTER  1, or `parts`: then each block has one job, no tile is whole, and the blocks of a tile are a cluster, which adds up
-//            its sums itself
 
 constexpr int TEAMS = 2, THREADS = TEAMS * 128, WIDTH = 8 * TILES, HEIGHT = 64 * TALL * TEAMS;
 constexpr int PIECES = (NARROW ? STEP / 2 : STEP) / 16, X_PIECES = STEP / 8;  // sixteen bytes of a row of W, of x
 constexpr int ROW_GAP = 128 / PIECES;                                         // so that copies of one row meet other banks
-constexpr int APART = HEIGHT * 16 + ROW_GAP, X_APART = WIDTH + 1;             // bytes from piece to piece; sixteens of bytes
-constexpr int STAGE = PIECES * APART + X_PIECES * X_APART * 16, LEAD = STAGES - 2;
+constexpr int APART = HEIGHT * 16 + ROW_GAP, PANEL = WIDTH * 128;             // bytes from piece to piece; 64 of k of x
+constexpr int OF_X = STEP / 64 * PANEL, STAGE = (OF_X + PIECES * APART + 1023) / 1024 * 1024, LEAD = STAGES - 2;
 constexpr int COPIES_OF_W = HEIGHT * PIECES / THREADS, COPIES_OF_X = WIDTH * X_PIECES / THREADS;
 constexpr int GROUPS = BLOCK && BLOCK < STEP ? STEP / BLOCK : 1, EACH = STEP / GROUPS;  // blocks in a step, and elements of one there
-constexpr int HALVES_OF_PIECE = NARROW ? 2 : 1;
+constexpr int HALVES_OF_PIECE = NARROW ? 2 : 1, LOTS = STEP / 16 / DEEP;
 constexpr int PITCH = HEIGHT * 2 + 16, RESULTS = WIDTH * PITCH;  // of a row of y in shared memory, at the end of the ring
 constexpr int FREE = STAGES * STAGE > RESULTS ? (STAGES * STAGE - RESULTS) / STAGE : 0, SOON = FREE < LEAD ? FREE : LEAD;
 constexpr int RESULTS_AT = STAGES * STAGE > RESULTS ? STAGES * STAGE - RESULTS : 0;
-constexpr int SUM_PITCH = HEIGHT + 4;  // of a row of sums in shared memory
 static_assert(!BLOCK || BLOCK % STEP == 0 || (STEP % BLOCK == 0 && BLOCK % 16 == 0), "a step is not whole blocks, nor a part of one");
 
-#if CLUSTER > 1
-#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define IN_CLUSTERS
-#endif
-
-extern "C" __global__ IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) void wide(const u8* __restrict__ w, const u16* __restrict__ x,
+extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void wide(const u8* __restrict__ w, const u16* __restrict__ x,
                                                                      u16* __restrict__ y, const void* __restrict__ bias,
                                                                      const u32* __restrict__ levels, float* __restrict__ sums,
                                                                      int batch, int n, int k, u32 stride, u32 scales, u32 x_stride,
                                                                      int columns, int whole, int parts) {
-    extern __shared__ uint4 shared[];
+    extern __shared__ __align__(1024) uint4 shared[];
     u8 *const ring = (u8*)shared, *const results = ring + RESULTS_AT / 16 * 16;
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
     const int tiles = (n + HEIGHT - 1) / HEIGHT * columns, jobs = whole + (tiles - whole) * parts, steps = k / STEP;
     const int own = warp / 4 * (64 * TALL) + warp % 4 * 16 + g;  // the first of a lane's rows in a tile
     const int w_row = thread / PIECES, w_piece = thread % PIECES, x_row = thread / X_PIECES, x_piece = thread % X_PIECES;
     const Lane mine = lane_of(lane, k);
-    const u64 policy = columns == 1 ? used_once() : used_again(), x_policy = used_again();
     const u32 top = k ? TOP : 0;
     admit_the_next();
     if (!READ_WEIGHTS_EARLY) after_the_last();
@@ -61,21 +51,21 @@ extern "C" __global__ IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) void wide
         return Job{split, first, min(per, steps - first), tile / columns * HEIGHT, tile % columns * WIDTH};
     };
     auto copy_w = [&](const Job& job, int step, int slot) {
-        u8* const to = ring + slot * STAGE + w_piece * APART + w_row * 16;
+        u8* const to = ring + slot * STAGE + OF_X + w_piece * APART + w_row * 16;
         const u8* const from = w + (u32(job.first + step) * (PIECES * 16) + w_piece * 16);
 #pragma unroll
         for (int i = 0; i < COPIES_OF_W; ++i) {
             const int down = i * (THREADS / PIECES);
-            copy16(to + down * 16, from + u64(u32(min(job.row + w_row + down, n - 1))) * stride, true, policy);
+            copy16(to + down * 16, from + u64(u32(min(job.row + w_row + down, n - 1))) * stride, true);
         }
     };
     auto copy_x = [&](const Job& job, int step, int slot) {
-        u8* const to = ring + slot * STAGE + PIECES * APART + x_piece * (X_APART * 16) + x_row * 16;
+        u8* const to = ring + slot * STAGE + x_piece / 8 * PANEL + x_row * 128 + ((x_piece ^ x_row) & 7) * 16;
         const u16* const from = x + (u32(job.first + step) * STEP + x_piece * 8);
 #pragma unroll
         for (int i = 0; i < COPIES_OF_X; ++i) {
             const int down = i * (THREADS / X_PIECES), at = job.column + x_row + down;
-            copy16(to + down * 16, from + u64(u32(min(at, batch - 1))) * x_stride, at < batch, x_policy);
+            copy16(to + down * 128, from + u64(u32(min(at, batch - 1))) * x_stride, at < batch);
         }
     };
     u32 bits[GROUPS][TALL][2];  // scales of the step after this one
@@ -114,31 +104,34 @@ extern "C" __global__ IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) void wide
                     scale[i / (2 * TALL)][i / 2 % TALL][i % 2] = scale_of(bits[i / (2 * TALL)][i / 2 % TALL][i % 2]);
                 if (step + 1 < job.count) load_scales(job, step + 1);
             }
-            const u8* const from = ring + slot * STAGE + own * 16;
-            const Place xs = place_of<X_APART>(ring + slot * STAGE + PIECES * APART);
-            u32 words[2][TALL][2][WORDS], a[2][TALL][4];
-            auto load_piece = [&](int piece) {
+            const u8* const from = ring + slot * STAGE + OF_X + own * 16;
+            const Place xs = place_of_lines(ring + slot * STAGE);
 #pragma unroll
-                for (int i = 0; i < TALL * 2; ++i)
-                    load_words(from + piece * APART + (i / 2 * 64 + i % 2 * 8) * 16, t, words[piece % 2][i / 2][i % 2]);
-            };
-            load_piece(0);
+            for (int lot = 0; lot < LOTS; ++lot) {
+                u32 words[DEEP / HALVES_OF_PIECE][TALL][2][WORDS], a[DEEP][TALL][4];
 #pragma unroll
-            for (int s = 0; s < STEP / 16; ++s) {
-                const int piece = s / HALVES_OF_PIECE, half = s % HALVES_OF_PIECE, block = s * 16 / EACH;
-                if (half == 0 && piece + 1 < PIECES) load_piece(piece + 1);
-                await_operands<1>();  // which leaves `a` of the products before the last
+                for (int i = 0; i < DEEP / HALVES_OF_PIECE * TALL * 2; ++i) {
+                    const int piece = i / (2 * TALL), m = i / 2 % TALL;
+                    load_words(from + (lot * (DEEP / HALVES_OF_PIECE) + piece) * APART + (m * 64 + i % 2 * 8) * 16, t, words[piece][m][i % 2]);
+                }
 #pragma unroll
-                for (int i = 0; i < TALL * 2; ++i)
-                    decode(words[piece % 2][i / 2][i % 2], half, mine, scale[block][i / 2][i % 2], top, a[s % 2][i / 2][i % 2],
-                           a[s % 2][i / 2][i % 2 + 2]);
+                for (int i = 0; i < DEEP * TALL * 2; ++i) {
+                    const int s = i / (2 * TALL), m = i / 2 % TALL, h = i % 2;
+                    decode(words[s / HALVES_OF_PIECE][m][h], s % HALVES_OF_PIECE, mine, scale[(lot * DEEP + s) * 16 / EACH][m][h], top,
+                           a[s][m][h], a[s][m][h + 2]);
+                }
+#pragma unroll
+                for (int i = 0; i < DEEP * TALL; ++i) settle(a[i / TALL][i % TALL]);
+                await_operands<0>();  // products of the lot before, which ran while this one was decoded
                 begin_products();
 #pragma unroll
-                for (int m = 0; m < TALL; ++m)
-                    wgmma(total[m], a[s % 2][m][0], a[s % 2][m][1], a[s % 2][m][2], a[s % 2][m][3], further(xs, s * 2 * X_APART),
-                          step > 0 || s > 0);
+                for (int i = 0; i < DEEP * TALL; ++i) {
+                    const int s = i / TALL, m = i % TALL, at = lot * DEEP + s;
+                    wgmma(total[m], a[s][m][0], a[s][m][1], a[s][m][2], a[s][m][3],
+                          further(xs, at / 4 * (PANEL / 16) + at % 4 * 2), step > 0 || at > 0);
+                }
                 end_products();
-                if (s == 1) {
+                if (lot == 0) {
                     if (step + LEAD < job.count) copy_w(job, step + LEAD, next), copy_x(job, step + LEAD, next);
                     end_lot();
                 }
@@ -162,31 +155,6 @@ extern "C" __global__ IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) void wide
             const int at = min(done.row + own + i / 2 * 64 + i % 2 * 8, n - 1);
             row_scale[i / 2][i % 2] = BLOCK ? 1.0f : scale_at(w + u64(u32(at)) * stride + scales, 0);
             row_bias[i / 2][i % 2] = done.split > 1 ? 0.0f : with_bias(0.0f, bias, at);
-        }
-        if (CLUSTER > 1) {
-#pragma unroll
-            for (int m = 0; m < TALL; ++m)
-#pragma unroll
-                for (int i = 0; i < TILES * 4; ++i)
-                    ((float*)ring)[(i / 4 * 8 + 2 * t + i % 2) * SUM_PITCH + own + m * 64 + i % 4 / 2 * 8] = total[m][i] * row_scale[m][i % 4 / 2];
-            meet_cluster();
-            const int rank = rank_in_cluster();
-            for (int i = thread; i < WIDTH / CLUSTER * (HEIGHT / 4); i += THREADS) {
-                const int at = rank * (WIDTH / CLUSTER) + i / (HEIGHT / 4), down = i % (HEIGHT / 4) * 4;
-                const int to = done.row + down;
-                float4 part[CLUSTER];
-#pragma unroll
-                for (int p = 0; p < CLUSTER; ++p) part[p] = load_from_block((float*)ring + at * SUM_PITCH + down, p);
-                float4 all = part[0];
-#pragma unroll
-                for (int p = 1; p < CLUSTER; ++p) all.x += part[p].x, all.y += part[p].y, all.z += part[p].z, all.w += part[p].w;
-                if (done.column + at < batch && to < n)
-                    *(uint2*)(y + i64(done.column + at) * n + to) =
-                        make_uint2(pair_of(with_bias(all.x, bias, to), with_bias(all.y, bias, to + 1)),
-                                   pair_of(with_bias(all.z, bias, to + 2), with_bias(all.w, bias, to + 3)));
-            }
-            meet_cluster();
-            continue;
         }
         if (done.split > 1) {
             float* const to = sums + i64(number - whole) * (WIDTH * HEIGHT) + own;

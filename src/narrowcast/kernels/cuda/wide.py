@@ -17,13 +17,14 @@ MOST_PARTS = 8
 
 
 class Shape(NamedTuple):
-    """Eights of rows of x and sixty-fours of rows of W for a team, elements in a step, steps in a ring, blocks that
-    share a processor."""
+    """Eights of rows of x and sixty-fours of rows of W for a team, elements in a step, steps in a ring, sixteens of
+    elements that are multiplied at a time, blocks that share a processor."""
 
     tiles: int
     tall: int
     step: int
     stages: int
+    deep: int
     resident: int = 1
 
     @property
@@ -47,56 +48,33 @@ class Wide(NamedTuple):
     whole: int
     parts: int
     tiles: int
-    cluster: bool
 
 
-def shared_bytes(codes: int, shape: Shape, cluster: bool) -> int:
-    """Shared memory of a ring, or of a tile of results or sums where that is more."""
+def shared_bytes(codes: int, shape: Shape) -> int:
+    """Shared memory of a ring, or of a tile of results where that is more."""
     pieces = shape.step // (32 if codes in (INT4, PAIRS) else 16)
-    stage = pieces * (shape.height * 16 + 128 // pieces) + shape.step // 8 * (shape.width + 1) * 16
-    results = shape.width * (shape.height * 4 + 16 if cluster else shape.height * 2 + 16)
-    return max(shape.stages * stage, results)
+    stage = -(-(pieces * shape.height * 16 + 128 + shape.step * shape.width * 2) // 1024) * 1024
+    return max(shape.stages * stage, shape.width * (shape.height * 2 + 16))
 
 
 def divide(
-    common: dict[str, int],
-    shape: Shape,
-    whole: int,
-    parts: int,
-    batch: int,
-    n: int,
-    k: int,
-    processors: int,
-    room: int,
-    cluster: bool = False,
+    common: dict[str, int], shape: Shape, whole: int, parts: int, batch: int, n: int, k: int, processors: int, room: int
 ) -> Wide | None:
-    """A division into tiles of this shape, the first `whole` of them not divided along k; None if it cannot be.
-
-    `cluster`: the blocks of a tile are a cluster that adds up its sums itself.
-    """
+    """A division into tiles of this shape, the first `whole` of them not divided along k; None if it cannot be."""
     codes, block = common["CODES"], common["BLOCK"]
-    shared, columns = shared_bytes(codes, shape, cluster), -(-batch // shape.width)
+    shared, columns = shared_bytes(codes, shape), -(-batch // shape.width)
     held = TABLE if codes in (BYTES, PAIRS) else 0
     steps, tiles = k // shape.step, -(-n // shape.height) * columns
     fits = block % shape.step == 0 or (shape.step % block == 0 and block % 16 == 0)
     if shape.resident * (shared + held + 1024) > room + 1024 or k % shape.step or not fits or whole > tiles:
         return None
     parts = -(-steps // -(-steps // parts))  # or fewer, where k has not so many steps
-    if cluster and (whole or parts == 1 or shape.width % parts):
-        return None
-    macros = {
-        "CLUSTER": parts if cluster else 1,
-        "TEAM": 4,
-        "TILES": shape.tiles,
-        "TALL": shape.tall,
-        "STEP": shape.step,
-        "STAGES": shape.stages,
-    }
-    defines = common | macros | {"RESIDENT": shape.resident}
+    macros = {"TEAM": 4, "TILES": shape.tiles, "TALL": shape.tall, "STEP": shape.step, "STAGES": shape.stages}
+    defines = common | macros | {"DEEP": shape.deep, "RESIDENT": shape.resident}
     whole = tiles if parts == 1 else whole
     jobs = whole + (tiles - whole) * parts
-    grid = jobs if cluster else min(processors * shape.resident, jobs)
-    return Wide(tuple(defines.items()), grid, shared, shape, columns, whole, parts, tiles, cluster)
+    grid = min(processors * shape.resident, jobs)
+    return Wide(tuple(defines.items()), grid, shared, shape, columns, whole, parts, tiles)
 
 
 @cache
@@ -129,10 +107,11 @@ def choose_wide(
 
 
 def _shapes(codes: int, batch: int) -> list[Shape]:
-    step = 128 if codes in (INT4, PAIRS) else 64
     if batch <= 64:
-        return [Shape(8, 1, step, 4), Shape(8, 1, 64, 4)]
-    return [Shape(16, 2, step, 4), Shape(16, 2, 64, 4), Shape(16, 1, step, 4), Shape(16, 1, 64, 4)]
+        return [Shape(8, 1, 128, 6, 4), Shape(8, 1, 64, 6, 4)]
+    if batch <= 128:
+        return [Shape(16, 1, 128, 4, 4), Shape(16, 1, 64, 6, 4)]
+    return [Shape(32, 1, 64, 4, 4)]
 
 
 def cost(wide: Wide, k: int) -> float:
@@ -142,5 +121,5 @@ def cost(wide: Wide, k: int) -> float:
     jobs = divided * wide.parts
     rounds = -(-wide.whole // wide.grid) + -(-jobs // wide.grid) / wide.parts
     started = -(-wide.whole // wide.grid) + -(-jobs // wide.grid)
-    sums = 0.0 if not divided else 3.0 if wide.cluster else jobs * shape.width * shape.height * 8 / 4e6 + 2.5
+    sums = 0.0 if not divided else jobs * shape.width * shape.height * 8 / 4e6 + 2.5
     return rounds * one + 1.5 * started + sums

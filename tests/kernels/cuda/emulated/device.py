@@ -166,18 +166,17 @@ class Emulator:
 
 def program(sources: tuple[Path, ...], name: str, defines: tuple[tuple[str, int], ...]) -> str:
     """The kernel `name` of these files as a library for the CPU, whose one function is `launch`."""
-    asked = re.findall(r"extern __shared__ (\w+) (\w+)\[\]", sources[-1].read_text())
+    asked = re.findall(r"extern __shared__ (?:__align__\(1024\) )?(\w+) (\w+)\[\]", sources[-1].read_text())
     kind, memory = asked[0] if asked else ("char", "nothing")
     own = [HERE / file.with_suffix(".h").name for file in sources]
-    blocks = dict(defines).get("CLUSTER", 1)
     lines = [f"#define {key} {value}" for key, value in defines]
-    lines += ['#include "cuda.h"', f"thread_local {kind} {memory}[{SHARED} / sizeof({kind})];"]
+    lines += ['#include "cuda.h"', f"alignas(1024) thread_local {kind} {memory}[{SHARED} / sizeof({kind})];"]
     lines += [f'#include "{mine if mine.exists() else file}"' for mine, file in zip(own, sources, strict=True)]
     lines += [
         'extern "C" const char* launch(int grid, int threads, int asked, int reverse, void* const* values) {',
         f"    const char* memory = (const char*)::{memory};",
         f"    auto* const body = launch_of({name}, values);",
-        f"    return machine::launch(body, grid, threads, reverse, memory, {SHARED}, asked, {blocks});",
+        f"    return machine::launch(body, grid, threads, reverse, memory, {SHARED}, asked);",
         "}",
     ]
     return "\n".join(lines) + "\n"

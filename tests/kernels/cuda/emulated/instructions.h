@@ -38,7 +38,6 @@ static Copy copies[1024][COPIES];
 static int on_their_way[1024], lots[1024];
 
 static inline u64 used_once() { return 0; }
-static inline u64 used_again() { return 0; }
 static inline void copy16(void* to, const void* from, bool some, u64) {
     const int thread = threadIdx.x;
     if (on_their_way[thread] == COPIES) return machine::fail("has too many copies on their way: COPIES of instructions.h", thread);
@@ -48,6 +47,7 @@ static inline void copy16(void* to, const void* from, bool some, u64) {
     memset(one.bytes, 0, 16);
     if (some) memcpy(one.bytes, from, 16);
 }
+static inline void copy16(void* to, const void* from, bool some) { copy16(to, from, some, 0); }
 static inline void end_lot() { ++lots[threadIdx.x]; }
 template <int LEFT>
 static inline void await_lots() {
@@ -158,6 +158,8 @@ static inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)
 
 static inline void show_tensor_cores() {}
 static inline void begin_products() {}
+template <int COUNT>
+static inline void settle(u32 (&)[COUNT]) {}
 static inline void end_products() {}
 template <int LEFT, int COUNT>
 static inline void await_products(float (&)[COUNT]) {}
@@ -184,13 +186,15 @@ static inline void store_turned(void* to, u32 a, u32 b, u32 c, u32 d) {
     machine::wait_in_warp(turn, &mine);
 }
 
-static inline void meet_cluster() { machine::wait(machine::IN_CLUSTER); }
-static inline int rank_in_cluster() { return machine::rank; }
-static inline float4 load_from_block(const void* here, int rank) { return *(const float4*)machine::in_block(here, rank); }
-
+// `apart`: eights of elements from one half of k to the other, or 0 for lines of 128 bytes whose sixteens are exchanged.
 struct Place {
     const u16* at;
     int apart;
+    u16 element(int k, int n) const {
+        if (apart) return at[(k / 8 * apart + n) * 8 + k % 8];
+        const size_t place = (size_t)at + n * 128 + k * 2;
+        return *(const u16*)(place ^ (place >> 7 & 7) << 4);
+    }
 };
 
 struct Shares {
@@ -216,13 +220,17 @@ static inline void multiply_shares(void* const* brought) {
             float& sum = ((const Shares*)brought[lane])->c[i];
             const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
             if (!any.more) sum = 0;
-            for (int k = 0; k < 16; ++k) sum += a[row][k] * x_value(any.b.at[(k / 8 * any.b.apart + column) * 8 + k % 8]);
+            for (int k = 0; k < 16; ++k) sum += a[row][k] * x_value(any.b.element(k, column));
         }
 }
 
-template <int APART>
+template <int N>
 static inline Place place_of(const void* b) {
-    return {(const u16*)b, APART};
+    return {(const u16*)b, N};
+}
+static inline Place place_of_lines(const void* b) {
+    if ((size_t)b % 1024) machine::fail("gives wgmma lines that are not aligned", threadIdx.x);
+    return {(const u16*)b, 0};
 }
 static inline Place further(Place b, int many) { return {b.at + many * 8, b.apart}; }
 

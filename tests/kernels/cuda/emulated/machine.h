@@ -1,5 +1,4 @@
-// A GPU of one processor: the threads of a block as fibers of one thread of the host, blocks one after the other, those of a
-// cluster in turns, from one meeting to the next, each with its own shared memory.
+// A GPU of one processor: the threads of a block as fibers of one thread of the host, blocks one after the other.
 //
 // A warp runs until each of its threads waits for the block, then the next warp runs: so a thread is as far ahead of those
 // of other warps as barriers allow, and with `reverse` as far behind. What lacks a barrier gives another result one way or
@@ -27,7 +26,7 @@ constexpr int WARP = 32;
 constexpr size_t STACK = 8 << 10;  // small, since it is filled anew for each block; signals have one of their own
 constexpr int FAULTS[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGFPE};
 
-enum State { RUNS, IN_WARP, IN_BLOCK, IN_CLUSTER, ENDED };
+enum State { RUNS, IN_WARP, IN_BLOCK, ENDED };
 
 // What the threads of a warp do together, on what each brought.
 typedef void (*Together)(void* const* brought);
@@ -108,14 +107,14 @@ static void run_warp(int first, bool reverse) {
     }
 }
 
-// Until the block waits for its cluster, or has ended.
 static void run_block(int threads, bool reverse) {
-    for (State all = IN_BLOCK; all == IN_BLOCK && !failed();) {
-        for (int i = 0; i < threads; ++i) fibers[i].state = RUNS;
+    for (bool ended = false; !ended && !failed();) {
         for (int i = 0; i < threads && !failed(); i += WARP) run_warp(reverse ? threads - WARP - i : i, reverse);
-        all = fibers[0].state;
-        for (int i = 0; i < threads && !failed(); ++i)
-            if (fibers[i].state != all) fail("waits at a barrier that another thread never reaches, or is that one", i);
+        ended = fibers[0].state == ENDED;
+        for (int i = 0; i < threads && !failed(); ++i) {
+            if ((fibers[i].state == ENDED) != ended) fail("waits at a barrier that another thread never reaches, or is that one", i);
+            if (!ended) fibers[i].state = RUNS;
+        }
     }
 }
 
@@ -144,52 +143,11 @@ static Span shared_memory() {
     return found;
 }
 
-// Blocks of the cluster that runs: fibers and stacks, and the shared memory of those that wait.
-constexpr int MOST_BLOCKS = 8;
-static Fiber* fibers_of[MOST_BLOCKS];
-static char *stacks_of[MOST_BLOCKS], *memory_of[MOST_BLOCKS];
-static int rank, first_block;
-static Span shared;
-
-static const char* in_block(const void* here, int other) {
-    return other == rank ? (const char*)here : memory_of[other] + ((const char*)here - shared.begin);
-}
-
-static void set_up(int block, int threads) {
-    memset(stacks_of[block], 0xFF, threads * STACK);
-    memset(memory_of[block], 0xFF, shared.size);
-    for (int i = 0; i < threads; ++i) {
-        Fiber& one = fibers_of[block][i];
-        getcontext(&one.context);
-        one.context.uc_stack.ss_sp = stacks_of[block] + i * STACK, one.context.uc_stack.ss_size = STACK;
-        makecontext(&one.context, begin, 0);
-    }
-}
-
-static void run_cluster(int blocks, int threads, bool reverse, const char* dynamic, size_t size, size_t asked) {
-    for (int i = 0; i < blocks; ++i) set_up(i, threads);
-    for (bool ended = false; !ended && !failed();) {
-        for (int i = 0; i < blocks && !failed(); ++i) {
-            rank = reverse ? blocks - 1 - i : i, fibers = fibers_of[rank], blockIdx.x = first_block + rank;
-            memcpy(shared.begin, memory_of[rank], shared.size);
-            run_block(threads, reverse);
-            for (size_t at = asked; at < size && !failed(); ++at)
-                if (dynamic[at] != char(0xFF)) fail("or another wrote past the shared memory of the launch", 0);
-            memcpy(memory_of[rank], shared.begin, shared.size);
-        }
-        ended = fibers_of[0][0].state == ENDED;
-        for (int i = 0; i < blocks && !failed(); ++i)
-            if ((fibers_of[i][0].state == ENDED) != ended) fail("waits for a block of its cluster that has ended, or is in that one", 0);
-    }
-    for (int i = 0; i < blocks * threads && !failed(); ++i)
-        if (stacks_of[i / threads][i % threads * STACK] != char(0xFF)) fail("has too small a stack: STACK of machine.h", i);
-}
-
 // `asked` bytes of the launch's own shared memory of `size` bytes may be used. Returns a sentence, empty if all went well.
-static const char* launch(void (*kernel)(), int grid, int threads, bool reverse, const char* dynamic, size_t size, size_t asked, int blocks) {
+static const char* launch(void (*kernel)(), int grid, int threads, bool reverse, const char* dynamic, size_t size, size_t asked) {
     error[0] = 0, body = kernel;
     blockDim = {unsigned(threads), 1, 1}, gridDim = {unsigned(grid), 1, 1}, blockIdx = {};
-    if (threads < WARP || threads > 1024 || threads % WARP || asked > size || grid % blocks || blocks > MOST_BLOCKS) fail("cannot be launched so", 0);
+    if (threads < WARP || threads > 1024 || threads % WARP || asked > size) fail("cannot be launched so", 0);
     static char altstack[64 << 10];
     stack_t own = {}, other;
     own.ss_sp = altstack, own.ss_size = sizeof altstack;
@@ -197,18 +155,26 @@ static const char* launch(void (*kernel)(), int grid, int threads, bool reverse,
     struct sigaction mine = {}, before[sizeof FAULTS / sizeof *FAULTS];
     mine.sa_sigaction = on_fault, mine.sa_flags = SA_SIGINFO | SA_ONSTACK;
     for (size_t i = 0; i < sizeof FAULTS / sizeof *FAULTS; ++i) sigaction(FAULTS[i], &mine, before + i);
-    shared = shared_memory();
-    for (int i = 0; i < blocks; ++i) {
-        fibers_of[i] = (Fiber*)calloc(threads, sizeof(Fiber));
-        memory_of[i] = (char*)malloc(shared.size);
-        stacks_of[i] = (char*)mmap(nullptr, threads * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    fibers = (Fiber*)calloc(threads, sizeof(Fiber));
+    char* const stacks = (char*)mmap(nullptr, threads * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const Span shared = shared_memory();
+    for (; int(blockIdx.x) < grid && !failed(); ++blockIdx.x) {
+        memset(stacks, 0xFF, threads * STACK);
+        memset(shared.begin, 0xFF, shared.size);
+        for (int i = 0; i < threads; ++i) {
+            fibers[i].state = RUNS;
+            getcontext(&fibers[i].context);
+            fibers[i].context.uc_stack.ss_sp = stacks + i * STACK, fibers[i].context.uc_stack.ss_size = STACK;
+            makecontext(&fibers[i].context, begin, 0);
+        }
+        run_block(threads, reverse);
+        for (int i = 0; i < threads && !failed(); ++i)
+            if (stacks[i * STACK] != char(0xFF)) fail("has too small a stack: STACK of machine.h", i);
+        for (size_t i = asked; i < size && !failed(); ++i)
+            if (dynamic[i] != char(0xFF)) fail("or another wrote past the shared memory of the launch", 0);
     }
-    for (first_block = 0; first_block < grid && !failed(); first_block += blocks)
-        run_cluster(blocks, threads, reverse, dynamic, size, asked);
-    for (int i = 0; i < blocks; ++i) {
-        munmap(stacks_of[i], threads * STACK);
-        free(fibers_of[i]), free(memory_of[i]);
-    }
+    munmap(stacks, threads * STACK);
+    free(fibers);
     for (size_t i = 0; i < sizeof FAULTS / sizeof *FAULTS; ++i) sigaction(FAULTS[i], before + i, nullptr);
     sigaltstack(&other, nullptr);
     return error;
