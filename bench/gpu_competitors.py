@@ -137,38 +137,6 @@ def with_torchao(model: nn.Module) -> None:
     quantize_(model, Int8WeightOnlyConfig())
 
 
-def with_torchao_int4(model: nn.Module) -> None:
-    from torchao.quantization import Int4WeightOnlyConfig, quantize_
-
-    quantize_(model, Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"))
-
-
-def with_gemlite(make: Callable[[nn.Linear], nn.Module]) -> Callable[[nn.Module], None]:
-    def convert(model: nn.Module) -> None:
-        for module in list(model.modules()):
-            for name, child in list(module.named_children()):
-                if type(child) is nn.Linear:
-                    setattr(module, name, make(child))
-
-    return convert
-
-
-def gemlite_layer_int8(layer: nn.Linear) -> nn.Module:
-    from gemlite.helper import A16W8_INT8
-
-    return A16W8_INT8(device="cuda", dtype=torch.bfloat16).from_weights(layer.weight.data)  # type: ignore[no-any-return]
-
-
-def gemlite_layer_int4(layer: nn.Linear) -> nn.Module:
-    """Its codes are random: they take as long as any."""
-    from gemlite.helper import A16W4_HQQ_INT
-
-    codes = torch.randint(0, 16, layer.weight.shape, device="cuda", dtype=torch.uint8)
-    scales = torch.full((codes.numel() // 128, 1), 0.003, device="cuda", dtype=torch.bfloat16)
-    packer = A16W4_HQQ_INT(device="cuda", dtype=torch.bfloat16)
-    return packer.from_weights(codes, scales, torch.full_like(scales, 8))  # type: ignore[no-any-return]
-
-
 def ours(codec: str) -> Callable[[Decoder], None]:
     def convert(model: Decoder) -> None:
         nc.quantize_(model, codec, rules=llama.RULES)
@@ -188,22 +156,16 @@ MODELS: dict[str, Callable[[Any], object]] = {
     "ours nf4": ours("nf4"),
     "seed int8": with_seed,
     "torchao int8": with_torchao,
-    "torchao int4 in 128": with_torchao_int4,
-    "gemlite int8": with_gemlite(gemlite_layer_int8),
-    "gemlite int4 in 128": with_gemlite(gemlite_layer_int4),
 }
 
-COMPILED = ("bf16, compiled", "seed int8", "torchao int8", "torchao int4 in 128", "gemlite int8", "gemlite int4 in 128")
+COMPILED = ("bf16, compiled", "seed int8", "torchao int8")
 """Each layer by torch.compile, in plain torch; the others are the runner as it is."""
 
 
-def end_to_end(
-    shape: llama.Shape = llama.SEVEN, tokens: int = 200, only: tuple[str, ...] = tuple(MODELS)
-) -> list[dict[str, object]]:
-    """Tokens a second at batch 1, of these models."""
+def end_to_end(shape: llama.Shape = llama.SEVEN, tokens: int = 200) -> list[dict[str, object]]:
+    """Tokens a second at batch 1, of every model."""
     found: list[dict[str, object]] = []
-    for name in only:
-        convert = MODELS[name]
+    for name, convert in MODELS.items():
         torch.cuda.empty_cache()
         try:
             model = llama.random_decoder(shape, "cuda", torch.bfloat16)

@@ -35,14 +35,14 @@ SHAPES = ((22016, 4096), (4096, 4096), (12288, 4096), (4096, 11008))
 SPECS = ("int4:block=128", "int4", "int8", "nf4", "apot4", "fp8_e4m3", "int8:block=row")
 BF16 = torch.bfloat16
 NARROW = {
-    64: (Shape(8, 1, 128, 6, 8), Shape(8, 1, 64, 8, 4), Shape(8, 1, 128, 4, 8, 2), Shape(8, 1, 128, 8, 8)),
-    128: (Shape(16, 1, 64, 8, 4), Shape(16, 1, 128, 4, 8), Shape(16, 1, 64, 4, 4, 2), Shape(16, 2, 64, 6, 4)),
-    256: (Shape(32, 1, 64, 4, 4), Shape(32, 1, 64, 5, 4), Shape(16, 2, 64, 6, 4), Shape(16, 2, 64, 6, 2)),
+    64: (Shape(8, 1, 128, 4), Shape(8, 1, 128, 6), Shape(8, 2, 128, 4), Shape(8, 1, 64, 8), Shape(8, 1, 128, 4, 2)),
+    128: (Shape(16, 1, 128, 4), Shape(16, 2, 128, 4), Shape(16, 1, 64, 4, 2), Shape(16, 2, 64, 6)),
+    256: (Shape(16, 2, 128, 4), Shape(16, 2, 64, 6), Shape(32, 1, 64, 4), Shape(16, 1, 64, 4, 2), Shape(16, 2, 64, 4)),
 }
 BYTES = {
-    64: (Shape(8, 1, 128, 6, 8), Shape(8, 1, 64, 8, 4), Shape(8, 1, 64, 5, 4, 2), Shape(8, 1, 64, 10, 4)),
-    128: (Shape(16, 1, 64, 8, 4), Shape(16, 1, 128, 4, 8), Shape(16, 1, 64, 6, 4), Shape(16, 2, 64, 6, 4)),
-    256: (Shape(32, 1, 64, 4, 4), Shape(32, 1, 64, 5, 4), Shape(16, 2, 64, 6, 4), Shape(16, 2, 64, 6, 2)),
+    64: (Shape(8, 1, 64, 4), Shape(8, 1, 64, 8), Shape(8, 2, 64, 6), Shape(8, 1, 128, 4), Shape(8, 1, 64, 4, 2)),
+    128: (Shape(16, 1, 64, 6), Shape(16, 2, 64, 5), Shape(16, 1, 64, 4, 2), Shape(16, 1, 128, 4)),
+    256: (Shape(16, 2, 64, 5), Shape(32, 1, 64, 4), Shape(16, 1, 64, 4, 2), Shape(16, 2, 128, 3)),
 }
 
 
@@ -128,10 +128,7 @@ def sweep(specs: list[str], batches: list[int], seconds: float, most: int) -> tu
                 {"us": taken, "shape": tuple(wide.shape), "whole": wide.whole, "parts": wide.parts, "off": off}
             )
         tried.sort(key=lambda line: line["us"])
-        best = "  ".join(
-            f"{line['us']:.1f} {line['shape']} {line['whole']}/{line['parts']}"
-            for line in tried[:4]
-        )
+        best = "  ".join(f"{line['us']:.1f} {line['shape']} {line['whole']}/{line['parts']}" for line in tried[:4])
         print(f"{batch:5d} {n}x{k} {spec:15s} cuBLAS {base:.1f}  {base / tried[0]['us']:.2f}x  {best}", flush=True)
         found.append({"spec": spec, "batch": batch, "n": n, "k": k, "cublas": base, "tried": tried})
     return found, bad

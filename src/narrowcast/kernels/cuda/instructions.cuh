@@ -159,13 +159,6 @@ __device__ __forceinline__ void show_tensor_cores() {
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Registers that products read are written by here, and not later: else the compiler makes one product wait for the other.
-template <int COUNT>
-__device__ __forceinline__ void settle(u32 (&a)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(a[i]) :: "memory");
-}
-
 // Until all lots are done but the last LEFT. `c`, the sums, must not be read before.
 template <int LEFT, int COUNT>
 __device__ __forceinline__ void await_products(float (&c)[COUNT]) {

@@ -2,11 +2,11 @@
 //
 // A job is a tile of HEIGHT rows of W and WIDTH rows of x, along all of k or a part of it. Codes and x come to shared memory by
 // asynchronous copies, STEP elements of k at a time, STAGES of them in a ring. Two teams of four warps decode codes into registers,
-// which is where wgmma takes them from; x it reads where it lies. While the products of one lot run, the next is decoded.
+// which is where wgmma takes them from; x it reads where it lies. While the products of sixteen elements run, the next
+// are decoded.
 //
 //   TILES   eights of rows of x: 8, 16 or 32.   TALL  sixty-fours of rows of W that a team takes: 1 or 2
 //   STEP    64 or 128 elements.   STAGES  of a ring, at least 3.   RESIDENT  blocks that a processor should hold
-//   DEEP    sixteens of elements that are decoded and multiplied at a time, 2 or more: waiting for fewer takes longer than they do
 //
 // Jobs 0 to `whole` - 1 are tiles whole; after them each tile is `parts` jobs, whose sums go to `sums` [job][WIDTH][HEIGHT] and are
 // added up, in order, by join.cu. With `parts` 1 there is none. Tiles that share rows of W follow each other.
@@ -18,7 +18,7 @@ constexpr int APART = HEIGHT * 16 + ROW_GAP, PANEL = WIDTH * 128;             //
 constexpr int OF_X = STEP / 64 * PANEL, STAGE = (OF_X + PIECES * APART + 1023) / 1024 * 1024, LEAD = STAGES - 2;
 constexpr int COPIES_OF_W = HEIGHT * PIECES / THREADS, COPIES_OF_X = WIDTH * X_PIECES / THREADS;
 constexpr int GROUPS = BLOCK && BLOCK < STEP ? STEP / BLOCK : 1, EACH = STEP / GROUPS;  // blocks in a step, and elements of one there
-constexpr int HALVES_OF_PIECE = NARROW ? 2 : 1, LOTS = STEP / 16 / DEEP;
+constexpr int HALVES_OF_PIECE = NARROW ? 2 : 1;
 constexpr int PITCH = HEIGHT * 2 + 16, RESULTS = WIDTH * PITCH;  // of a row of y in shared memory, at the end of the ring
 constexpr int FREE = STAGES * STAGE > RESULTS ? (STAGES * STAGE - RESULTS) / STAGE : 0, SOON = FREE < LEAD ? FREE : LEAD;
 constexpr int RESULTS_AT = STAGES * STAGE > RESULTS ? STAGES * STAGE - RESULTS : 0;
@@ -106,32 +106,29 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void wide(const u8* _
             }
             const u8* const from = ring + slot * STAGE + OF_X + own * 16;
             const Place xs = place_of_lines(ring + slot * STAGE);
+            u32 words[2][TALL][2][WORDS], a[2][TALL][4];
+            auto load_piece = [&](int piece) {
 #pragma unroll
-            for (int lot = 0; lot < LOTS; ++lot) {
-                u32 words[DEEP / HALVES_OF_PIECE][TALL][2][WORDS], a[DEEP][TALL][4];
+                for (int i = 0; i < TALL * 2; ++i)
+                    load_words(from + piece * APART + (i / 2 * 64 + i % 2 * 8) * 16, t, words[piece % 2][i / 2][i % 2]);
+            };
+            load_piece(0);
 #pragma unroll
-                for (int i = 0; i < DEEP / HALVES_OF_PIECE * TALL * 2; ++i) {
-                    const int piece = i / (2 * TALL), m = i / 2 % TALL;
-                    load_words(from + (lot * (DEEP / HALVES_OF_PIECE) + piece) * APART + (m * 64 + i % 2 * 8) * 16, t, words[piece][m][i % 2]);
-                }
+            for (int s = 0; s < STEP / 16; ++s) {
+                const int piece = s / HALVES_OF_PIECE, half = s % HALVES_OF_PIECE, block = s * 16 / EACH, b = s % 2;
+                if (half == 0 && piece + 1 < PIECES) load_piece(piece + 1);
+                await_operands<1>();  // which leaves `a[b]`
 #pragma unroll
-                for (int i = 0; i < DEEP * TALL * 2; ++i) {
-                    const int s = i / (2 * TALL), m = i / 2 % TALL, h = i % 2;
-                    decode(words[s / HALVES_OF_PIECE][m][h], s % HALVES_OF_PIECE, mine, scale[(lot * DEEP + s) * 16 / EACH][m][h], top,
-                           a[s][m][h], a[s][m][h + 2]);
-                }
-#pragma unroll
-                for (int i = 0; i < DEEP * TALL; ++i) settle(a[i / TALL][i % TALL]);
-                await_operands<0>();  // products of the lot before, which ran while this one was decoded
+                for (int i = 0; i < TALL * 2; ++i)
+                    decode(words[piece % 2][i / 2][i % 2], half, mine, scale[block][i / 2][i % 2], top, a[b][i / 2][i % 2],
+                           a[b][i / 2][i % 2 + 2]);
                 begin_products();
 #pragma unroll
-                for (int i = 0; i < DEEP * TALL; ++i) {
-                    const int s = i / TALL, m = i % TALL, at = lot * DEEP + s;
-                    wgmma(total[m], a[s][m][0], a[s][m][1], a[s][m][2], a[s][m][3],
-                          further(xs, at / 4 * (PANEL / 16) + at % 4 * 2), step > 0 || at > 0);
-                }
+                for (int m = 0; m < TALL; ++m)
+                    wgmma(total[m], a[b][m][0], a[b][m][1], a[b][m][2], a[b][m][3], further(xs, s / 4 * (PANEL / 16) + s % 4 * 2),
+                          step > 0 || s > 0);
                 end_products();
-                if (lot == 0) {
+                if (s == 1) {
                     if (step + LEAD < job.count) copy_w(job, step + LEAD, next), copy_x(job, step + LEAD, next);
                     end_lot();
                 }

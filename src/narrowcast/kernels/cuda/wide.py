@@ -7,6 +7,7 @@ the same bits.
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import NamedTuple
 
@@ -17,14 +18,13 @@ MOST_PARTS = 8
 
 
 class Shape(NamedTuple):
-    """Eights of rows of x and sixty-fours of rows of W for a team, elements in a step, steps in a ring, sixteens of
-    elements that are multiplied at a time, blocks that share a processor."""
+    """Eights of rows of x and sixty-fours of rows of W for a team, elements in a step, steps in a ring, blocks that
+    share a processor."""
 
     tiles: int
     tall: int
     step: int
     stages: int
-    deep: int
     resident: int = 1
 
     @property
@@ -34,6 +34,10 @@ class Shape(NamedTuple):
     @property
     def height(self) -> int:
         return 128 * self.tall
+
+
+SHAPES = {128: (Shape(16, 1, 128, 4), Shape(16, 1, 64, 6)), 256: (Shape(32, 1, 64, 4),)}
+"""By the largest batch, the first that fits: the best of bench/gpu_wide.py --sweep on an H200, or within 5% of it."""
 
 
 class Wide(NamedTuple):
@@ -70,7 +74,7 @@ def divide(
         return None
     parts = -(-steps // -(-steps // parts))  # or fewer, where k has not so many steps
     macros = {"TEAM": 4, "TILES": shape.tiles, "TALL": shape.tall, "STEP": shape.step, "STAGES": shape.stages}
-    defines = common | macros | {"DEEP": shape.deep, "RESIDENT": shape.resident}
+    defines = common | macros | {"RESIDENT": shape.resident}
     whole = tiles if parts == 1 else whole
     jobs = whole + (tiles - whole) * parts
     grid = min(processors * shape.resident, jobs)
@@ -95,27 +99,18 @@ def choose_wide(
     if kind == 0 or n % 8:
         return None
     common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": scale, "BLOCK": block, "UNROLL": 1, "SCALING": scaling}
-    found: list[tuple[float, Wide]] = []
-    for shape in _shapes(codes, batch):
+    for shape in SHAPES[min(size for size in SHAPES if batch <= size or size == max(SHAPES))]:
         tiles, at_once = -(-n // shape.height) * -(-batch // shape.width), processors * shape.resident
-        for whole in {0, tiles // at_once * at_once}:
-            for parts in range(1, MOST_PARTS + 1):
-                wide = divide(common, shape, whole, parts, batch, n, k, processors, room)
-                if wide is not None:
-                    found.append((cost(wide, k), wide))
-    return min(found)[1] if found else None
-
-
-def _shapes(codes: int, batch: int) -> list[Shape]:
-    if batch <= 64:
-        return [Shape(8, 1, 128, 6, 4), Shape(8, 1, 64, 6, 4)]
-    if batch <= 128:
-        return [Shape(16, 1, 128, 4, 4), Shape(16, 1, 64, 6, 4)]
-    return [Shape(32, 1, 64, 4, 4)]
+        every = itertools.product({0, tiles // at_once * at_once}, range(1, MOST_PARTS + 1))
+        ways = [divide(common, shape, whole, parts, batch, n, k, processors, room) for whole, parts in every]
+        fitting = [wide for wide in ways if wide is not None]
+        if fitting:
+            return min(fitting, key=lambda wide: (cost(wide, k), wide))
+    return None
 
 
 def cost(wide: Wide, k: int) -> float:
-    """About how many microseconds it takes: rounds of jobs, and the sums of parts on their way to memory and back."""
+    """About how many microseconds it takes, to compare parts: rounds of jobs, and sums going to memory and back."""
     shape, divided = wide.shape, wide.tiles - wide.whole
     one = shape.height * shape.width * k / 2.9e6  # of a tile
     jobs = divided * wide.parts

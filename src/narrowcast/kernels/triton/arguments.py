@@ -87,7 +87,7 @@ def summing(
     divide = "no" if divisor == 1 else "multiply" if divisor & (divisor - 1) == 0 else "divide"
     # One multiplication by a power of two rounds like the division.
     factor = 1.0 / divisor if divide == "multiply" else float(divisor)
-    fused = format.element == Element.SIGN or (format.scale != Scale.FP32 and _whole_codes(recipe))
+    fused = format.scale != Scale.FP32 and _whole_codes(recipe)
     bytewise = cuts.BYTEWISE if fused and words and format.bits == 4 and format.element == Element.INT else 0
     terms = {"ranks": ranks if ranks <= UNROLLED else 0, "own_rank": own_rank, "divide": divide}
     return {

@@ -43,7 +43,7 @@ from narrowcast.kernels.triton.scales import (
     scale_value,
     zero_points,
 )
-from narrowcast.kernels.triton.words import load_bytewise, load_codes, load_signs, load_whole, places
+from narrowcast.kernels.triton.words import load_bytewise, load_codes, load_whole, places
 
 
 @triton.jit
@@ -176,11 +176,11 @@ def decode_tile(codes, scales, zeros, levels, limit, left, FORM: tl.constexpr, T
             zero = tl.zeros([TILE.groups], tl.int32)
             half: tl.constexpr = 1 << (BITS - 1)
             value = load_whole(codes, zero, limit, BITS, half, TILE, WORDS)
-        elif ELEMENT == SIGN:
-            value = load_signs(codes, limit, TILE, WORDS)
         else:
             code = load_codes(codes, limit, BITS, TILE, WORDS, ELEMENT != LEVELS)
-            if ELEMENT == LEVELS:
+            if ELEMENT == SIGN:
+                value = as_float((code << 31) | 0x3F800000)
+            elif ELEMENT == LEVELS:
                 value = as_float(lookup(levels, code, 1 << BITS))
             else:
                 value = cast_value(code, ELEMENT, FORM.fp8)

@@ -71,17 +71,6 @@ def load_codes(ptr, limit, BITS: tl.constexpr, TILE: tl.constexpr, WORDS: tl.con
     return codes.reshape([TILE.groups, TILE.width])
 
 
-@triton.jit
-def load_signs(ptr, limit, TILE: tl.constexpr, WORDS: tl.constexpr):
-    """Codes of one bit as 1.0 and -1.0 [groups, width]: each bit is moved to where a float has its sign."""
-    held: tl.constexpr = 32 if WORDS else 8
-    words = load_units(ptr, limit, held, 1, TILE).to(tl.int32) << (32 - held)
-    for level in tl.static_range(5):
-        if (16 >> level) < held:
-            words = tl.join(words << (16 >> level), words)
-    return as_float(insert(words, -(1 << 31), 0x3F800000)).reshape([TILE.groups, TILE.width])
-
-
 # -- small whole numbers, straight to fp32 ----------------------------------------------------------------------------
 
 

@@ -158,8 +158,6 @@ static inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)
 
 static inline void show_tensor_cores() {}
 static inline void begin_products() {}
-template <int COUNT>
-static inline void settle(u32 (&)[COUNT]) {}
 static inline void end_products() {}
 template <int LEFT, int COUNT>
 static inline void await_products(float (&)[COUNT]) {}
