@@ -87,6 +87,16 @@ def test_rows_of_many_blocks_multiply_within_the_bound(
     assert_close(kernel, nc.codec(spec), 21, 1056, batch, dtype, True)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", ["int8:block=row", "int8", "int4", "int4:block=128", "nf4", "apot4", "fp8_e4m3"])
+@pytest.mark.parametrize("batch", [65, 128, 200, 256])
+def test_many_rows_of_x_multiply_within_the_bound(kernel: Kernel, spec: str, batch: int, dtype: torch.dtype) -> None:
+    for rows, numel in ((264, 1024), (1000, 2048), (4096, 4096)):
+        assert_close(kernel, nc.codec(spec), rows, numel, batch, dtype, rows == 1000)
+
+
 @here
 def test_rows_of_a_larger_matrix_and_a_strided_x_are_read_where_they_lie(kernel: Kernel) -> None:
     codec = nc.codec("int4:block=32")
@@ -123,11 +133,12 @@ def test_large_batches_and_fp64_are_left_to_the_caller(kernel: Kernel) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs CUDA")
+@pytest.mark.parametrize("batch", [1, 128, 200])
 @pytest.mark.parametrize("spec", ["int8", "int4", "nf4", "int3"])
-def test_the_same_call_gives_the_same_bits_also_from_a_graph(spec: str) -> None:
+def test_the_same_call_gives_the_same_bits_also_from_a_graph(spec: str, batch: int) -> None:
     codec = nc.codec(spec)
     data = codec.encode(torch.randn(1000, 2048, device="cuda"))
-    x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(batch, 2048, device="cuda", dtype=torch.bfloat16)
     first = codec.linear(x, data)
     assert all(torch.equal(codec.linear(x, data), first) for _ in range(20))
     graph, out = torch.cuda.CUDAGraph(), torch.empty_like(first)
@@ -139,9 +150,10 @@ def test_the_same_call_gives_the_same_bits_also_from_a_graph(spec: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs CUDA")
-def test_it_compiles_whole() -> None:
+@pytest.mark.parametrize("batch", [3, 200])
+def test_it_compiles_whole(batch: int) -> None:
     codec = nc.codec("int4")
     data = codec.encode(torch.randn(256, 512, device="cuda"))
-    x = torch.randn(3, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(batch, 512, device="cuda", dtype=torch.bfloat16)
     compiled = torch.compile(lambda x: codec.linear(x * 2, data) + 1, fullgraph=True)
     assert torch.equal(compiled(x), codec.linear(x * 2, data) + 1)

@@ -2,12 +2,13 @@
 
     dot.cu, tile.cu  4- and 8-bit codes, a few rows of x (cuts.py)
     slices.cu        more rows of x, up to 128 (slices.py)
+    wide.cu          65 to 256 rows of x, on Hopper (wide.py)
 
 (attend.cu is no product: attention.py.)
 
 They are compiled on first use (nvrtc.py). `linear` returns False for what they are not made for: triton/ takes other
-formats, fp32 and what cannot be compiled here, up to 64 rows of x; of more rows, tiles are decoded and multiplied by
-cuBLAS (operators/linear.py). Where nothing can be compiled, the first call says so in a `KernelWarning`.
+formats, fp32 and what cannot be compiled here, up to 64 rows of x; what is left is decoded and multiplied by cuBLAS
+(operators/linear.py). Where nothing can be compiled, the first call says so in a `KernelWarning`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from torch import Tensor
 from narrowcast.errors import KernelWarning
 from narrowcast.kernels.cuda import nvrtc
 from narrowcast.kernels.cuda.cuts import LARGE, TILED, Cut, choose_cut
-from narrowcast.kernels.cuda.formats import BYTES, KINDS, PAIRS, block_of, codes_of, levels_of
-from narrowcast.kernels.cuda.launch import launch_cut, launch_slices
+from narrowcast.kernels.cuda.formats import BYTES, KINDS, PAIRS, block_of, codes_of, levels_of, scaling_of
+from narrowcast.kernels.cuda.launch import launch_cut, launch_slices, launch_wide
 from narrowcast.kernels.cuda.slices import WIDEST, Slices, choose_slices
+from narrowcast.kernels.cuda.wide import Wide, choose_wide
 from narrowcast.kernels.layout import Recipe
 
 _BF16 = torch.bfloat16
@@ -32,17 +34,28 @@ BATCH = 64
 """The largest batch that tile.cu is for."""
 
 MANY = 128
-"""The largest batch that is multiplied without decoding first: slices.cu, twice."""
+"""The largest batch that slices.cu multiplies, twice."""
+
+WIDE = 256
+"""The largest batch that is multiplied without decoding first: wide.cu."""
 
 
 def linear(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
     """Multiply, or return False."""
-    if len(x) > MANY or x.dtype not in KINDS or (bias is not None and bias.dtype not in KINDS):
+    if x.dtype not in KINDS or (bias is not None and bias.dtype not in KINDS):
         return False
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
     if _codes(x, data, recipe) is None:
         return False
+    if _widely(len(x), recipe, x.shape[1]):
+        wide = wide_of(x, data, recipe, bias)
+        if wide is not None:
+            with torch.cuda.device(x.device):
+                launch_wide(wide, out, x, data, recipe, bias)
+            return True
     bits = recipe.format.bits
+    if len(x) > MANY:
+        return False
     if _sliced(len(x), bits, len(data) * x.shape[1]) and _in_slices(out, x, data, recipe, bias):
         return True
     few = TILED[bits]
@@ -85,6 +98,15 @@ def _sliced(batch: int, bits: int, weights: int) -> bool:
     return batch > 16 or (batch > 8 and bits == 4) or (weights >= LARGE and batch > (1 if bits == 4 else 8))
 
 
+def _widely(batch: int, recipe: Recipe, k: int) -> bool:
+    """Whether wide.cu is faster than slices.cu twice, or than decoding first and cuBLAS: bench/results/decode-h200.md.
+
+    Up to 128 rows, bytes of a table and rows with one scale were not, or not timed.
+    """
+    few = block_of(recipe.format, k) > 0 and codes_of(recipe.format) != BYTES
+    return BATCH < batch <= WIDE and (batch > MANY or few)
+
+
 def _codes(x: Tensor, data: Tensor, recipe: Recipe) -> int | None:
     """`CODES` for this call, or None if the kernels are not made for it."""
     codes = codes_of(recipe.format)
@@ -113,6 +135,18 @@ def slices_of(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> S
     block, scale = block_of(recipe.format, x.shape[1]), int(recipe.format.scale)
     sizes = (len(x), len(data), x.shape[1], KINDS[x.dtype], kind, _processors(x.device))
     return choose_slices(codes, block, scale, *sizes, *_chip(x.device))
+
+
+def wide_of(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Wide | None:
+    """How wide.cu does this call, or None if it does not."""
+    codes, kind = _codes(x, data, recipe), -1 if bias is None else KINDS[bias.dtype]
+    room, hopper = _chip(x.device)
+    if codes is None or not hopper or x.dtype == torch.float32:
+        return None
+    n, k = len(data), x.shape[1]
+    scaling = scaling_of(recipe, x.dtype, k)
+    block, scale = block_of(recipe.format, k), int(recipe.format.scale)
+    return choose_wide(codes, block, scale, scaling, len(x), n, k, KINDS[x.dtype], kind, _processors(x.device), room)
 
 
 @cache

@@ -23,8 +23,8 @@ TABLE = 32 << 10
 
 def sources(name: str) -> tuple[Path, ...]:
     """The files that make up a kernel, in order."""
-    codes = (HERE / "pairs.cuh",) if name in ("tile", "slices") else ()
-    return HERE / "instructions.cuh", HERE / "numbers.cuh", *codes, HERE / f"{name}.cu"
+    parts = {"tile": ("pairs",), "slices": ("pairs",), "wide": ("pairs", "lanes")}.get(name, ())
+    return (*(HERE / f"{part}.cuh" for part in ("instructions", "numbers", *parts)), HERE / f"{name}.cu")
 
 
 def codes_of(format: Format) -> int | None:
@@ -56,16 +56,52 @@ def levels_of(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Tenso
     return _tables[key][0]
 
 
-def _make_levels(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def scaling_of(recipe: Recipe, dtype: torch.dtype, k: int) -> int:
+    """`SCALING` of wide.cu: 0 where sums are scaled, 1 where products of codes and scales may be taken in halves."""
+    format = recipe.format
+    if block_of(format, k) == 0:
+        return 0
+    alike = format.scale == {torch.float16: Scale.FP16, torch.bfloat16: Scale.BF16}.get(dtype)
+    return 1 if alike and (recipe.table is None or _exact(recipe.table, dtype)) else 2
+
+
+_exact_tables: dict[tuple[int, torch.dtype], tuple[bool, Tensor]] = {}
+
+
+def _exact(table: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all levels are numbers of this dtype; asked once, since it waits for the GPU."""
+    key = (table.data_ptr(), dtype)
+    if key not in _exact_tables:
+        levels = table[0]
+        _exact_tables[key] = bool((levels.to(dtype).float().eq(levels) | levels.isnan()).all()), table
+    return _exact_tables[key][0]
+
+
+def numbers_of(recipe: Recipe, device: torch.device) -> Tensor | None:
+    """What each byte of codes stands for, in fp32: one number, or two where codes have 4 bits."""
+    if recipe.format.element == Element.INT:
+        return None
+    key = (recipe.format.element, recipe.format.bits, device, None if recipe.table is None else recipe.table.data_ptr())
+    if key not in _tables:
+        low, high = _numbers(recipe, device)
+        _tables[key] = (low if recipe.format.bits == 8 else torch.stack([low, high], 1)).contiguous(), recipe.table
+    return _tables[key][0]
+
+
+def _numbers(recipe: Recipe, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The numbers of the first and the second code of each byte, alike where it has one."""
     byte = torch.arange(256, dtype=torch.int64, device=device)
     if recipe.table is None:
         plain = Recipe(Format(recipe.format.element, 8, 0, Scale.NONE), 1.0, None)
-        exact = low = high = reference.decode(byte.to(torch.uint8)[None], 256, torch.float32, plain)[0]
-    elif recipe.format.bits == 8:
-        exact = low = high = recipe.table[0].to(device)
-    else:
-        exact = recipe.table[0].to(device)
-        low, high = exact[byte & 15], exact[byte >> 4]
+        exact = reference.decode(byte.to(torch.uint8)[None], 256, torch.float32, plain)[0]
+        return exact, exact
+    exact = recipe.table[0].to(device)
+    return (exact, exact) if recipe.format.bits == 8 else (exact[byte & 15], exact[byte >> 4])
+
+
+def _make_levels(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    low, high = _numbers(recipe, device)
+    exact = torch.cat([low, high])
     rounded = exact.to(dtype).float()
     off = (rounded - exact).abs() > exact.abs() * 2.0**-8
     if bool((off & exact.isfinite()).any()) or bool((rounded.isinf() & exact.isfinite()).any()):

@@ -43,6 +43,13 @@ __device__ __forceinline__ void copy16(void* to, const void* from, bool some, u6
                  :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from), "r"(some ? 16 : 0), "l"(policy) : "memory");
 }
 
+// The same of what others read too. (With a policy, and an address that is the same for all threads but for a part that is not,
+// ptxas 13.0 makes an instruction that an H200 does not know.)
+__device__ __forceinline__ void copy16(void* to, const void* from, bool some) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from), "r"(some ? 16 : 0) : "memory");
+}
+
 // What this thread has copied since the last time is one lot.
 __device__ __forceinline__ void end_lot() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -100,6 +107,35 @@ __device__ __forceinline__ u32 plus(u32 pair, u32 offset) {
     return r;
 }
 
+// a b + c, in halves of the kind of x, rounded once.
+__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
+    u32 r;
+#if X == 1
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+#endif
+    return r;
+}
+
+// Two numbers as a pair of halves of the kind of x.
+__device__ __forceinline__ u32 pair_of(float low, float high) {
+#if X == 1
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+#else
+    return bfloat_pair(low, high);
+#endif
+}
+
+// Bits `by` to `by` + 31 of a word that is repeated without end.
+__device__ __forceinline__ u32 rotate(u32 word, u32 by) {
+    u32 r;
+    asm("shf.r.wrap.b32 %0, %1, %1, %2;" : "=r"(r) : "r"(word), "r"(by));
+    return r;
+}
+
 // c [16, 8] += a [16, 16] b [16, 8]; a and b are halves of the kind of x, spread over the warp as PTX says of m16n8k16.
 __device__ __forceinline__ void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if X == 1
@@ -131,6 +167,17 @@ __device__ __forceinline__ void await_products(float (&c)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(c[i]) :: "memory");
 }
 
+// The same, for products whose sums are not read yet: their other operands may be written again.
+template <int LEFT>
+__device__ __forceinline__ void await_operands() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
+
+// Four matrices [8, 8] of halves, spread over the warp as the sums of mma are, to shared memory with rows and columns
+// exchanged: lane 8 i + j says where column j of matrix i goes.
+__device__ __forceinline__ void store_turned(void* to, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(u32(__cvta_generic_to_shared(to))), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
 #if X == 1
 #define HALVES "f16.f16"
 #else
@@ -146,6 +193,13 @@ template <int N>
 __device__ __forceinline__ Place place_of(const void* b) {
     const u32 from = (u32(__cvta_generic_to_shared(b)) & 0x3FFFF) >> 4;
     return u64(128 >> 4) << 32 | N << 16 | from;  // bytes to eight more of N; to the other half
+}
+
+// The same as [N][64 of k], with sixteen bytes i of line n in place i ^ n % 8, so that neither lines nor columns meet a bank
+// twice. It begins at a multiple of 1024 bytes.
+__device__ __forceinline__ Place place_of_lines(const void* b) {
+    const u32 from = (u32(__cvta_generic_to_shared(b)) & 0x3FFFF) >> 4;
+    return u64(1) << 62 | u64(1024 >> 4) << 32 | 1 << 16 | from;  // the pattern; bytes to eight more of N
 }
 __device__ __forceinline__ Place further(Place b, int many) { return b + u32(many); }
 
@@ -171,6 +225,29 @@ __device__ __forceinline__ void wgmma(float (&c)[COUNT], u32 a0, u32 a1, u32 a2,
                      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
                      "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
                      : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(more)) : "memory");
+    else if constexpr (COUNT == 64)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." HALVES " "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+                     "{%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
+                     : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56)
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(more)) : "memory");
+    else if constexpr (COUNT == 128)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32." HALVES " "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+                     "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+                     "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+                     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+                     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+                     "{%128, %129, %130, %131}, %132, p, 1, 1, 0; }"
+                     : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56), EIGHT(64),
+                       EIGHT(72), EIGHT(80), EIGHT(88), EIGHT(96), EIGHT(104), EIGHT(112), EIGHT(120)
                      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(more)) : "memory");
 }
 #endif

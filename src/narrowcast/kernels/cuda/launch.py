@@ -7,9 +7,10 @@ from torch import Tensor
 
 from narrowcast.kernels.cuda import nvrtc
 from narrowcast.kernels.cuda.cuts import Cut
-from narrowcast.kernels.cuda.formats import KINDS, levels_of, sources
+from narrowcast.kernels.cuda.formats import KINDS, levels_of, numbers_of, sources
 from narrowcast.kernels.cuda.nvrtc import Int
 from narrowcast.kernels.cuda.slices import Slices
+from narrowcast.kernels.cuda.wide import THREADS, Wide
 from narrowcast.kernels.early import may_read_weights_early
 from narrowcast.kernels.layout import Recipe, layout
 
@@ -44,6 +45,26 @@ def launch_slices(slices: Slices, out: Tensor, x: Tensor, data: Tensor, recipe: 
         defines |= {"SCALE": 0, "BLOCK": 0, "UNROLL": 1}
         add = nvrtc.function(sources("total"), "total", tuple(defines.items()), x.device.index, early=True)
         add(-(-out.numel() // (256 * wide)), 256, 0, (sums, bias, out, out.numel(), Int(n)))
+
+
+def launch_wide(wide: Wide, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:
+    """Multiply with wide.cu, and add up with join.cu."""
+    n, k = len(data), x.shape[1]
+    in_fp32 = dict(wide.defines)["SCALING"] == 2
+    levels = numbers_of(recipe, x.device) if in_fp32 else levels_of(recipe, x.dtype, x.device)
+    width, height, divided = wide.shape.width, wide.shape.height, wide.tiles - wide.whole
+    sums = torch.empty(divided * wide.parts * width * height, dtype=torch.float32, device=x.device) if divided else None
+    places = (data.stride(0) if n > 1 else 0, layout(recipe.format, k).scales_offset, x.stride(0) if len(x) > 1 else 0)
+    sizes = (Int(len(x)), Int(n), Int(k), *(Int(place) for place in places))
+    kernel = nvrtc.function(sources("wide"), "wide", wide.defines + reading(), x.device.index, early=True)
+    given = (data, x, out, bias, levels, sums, *sizes, Int(wide.columns), Int(wide.whole), Int(wide.parts))
+    kernel(wide.grid, THREADS, wide.shared, given)
+    if divided:
+        defines = {"PARTS": wide.parts, "WIDTH": width, "HEIGHT": height, "X": KINDS[x.dtype], "SCALE": 0, "BLOCK": 0}
+        defines |= {"BIAS": -1 if bias is None else KINDS[bias.dtype], "UNROLL": 1}
+        add = nvrtc.function(sources("join"), "join", tuple(defines.items()), x.device.index, early=True)
+        tiles = (Int(wide.columns), Int(wide.whole))
+        add(divided * width * height // 1024, 256, 0, (sums, bias, out, Int(len(x)), Int(n), *tiles))
 
 
 def reading() -> tuple[tuple[str, int], ...]:

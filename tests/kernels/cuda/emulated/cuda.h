@@ -7,6 +7,7 @@
 #define __global__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
 #define __shared__ thread_local /* one thread of the host runs all of a block, and a local one is static */
 
 struct alignas(8) uint2 {

@@ -32,8 +32,11 @@ SHARED = 208 << 10
 OUT = 2
 """Which argument of a kernel is written, all of it."""
 
-CHANGED = {"attend": (6, 7)}
+CHANGED = {"attend": (6, 7), "wide": (5,)}
 """Which others are written in part, by kernel."""
+
+KEPT = ("wide", "join")
+"""Kernels that write a part of their output each: what is there stays."""
 
 OPTIONS = (
     "-std=c++17",
@@ -58,15 +61,17 @@ class Broken(Exception):
 class Function:
     """One kernel, compiled for the CPU."""
 
-    def __init__(self, library: Path, changed: tuple[int, ...] = ()) -> None:
+    def __init__(self, library: Path, changed: tuple[int, ...] = (), kept: bool = False) -> None:
         self._changed = changed
+        self._kept = kept
         self._launch = ctypes.CDLL(str(library)).launch
         self._launch.restype = ctypes.c_char_p
 
     def __call__(self, grid: int, threads: int, shared: int, arguments: Sequence[Tensor | int | None]) -> None:
         """Launch as `nvrtc.Function` does, and wait."""
+        places = [place for place in self._changed if arguments[place] is not None]
         results = [self._run(grid, threads, shared, arguments, reverse) for reverse in (False, True)]
-        for place, one, other in zip((OUT, *self._changed), *results, strict=True):
+        for place, one, other in zip((OUT, *places), *results, strict=True):
             if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 raise Broken("the result depends on the order of warps: a barrier is missing")
             out = arguments[place]
@@ -79,7 +84,8 @@ class Function:
         copies = [Guarded(one) if isinstance(one, Tensor) else None for one in arguments]
         written = copies[OUT]
         assert written is not None
-        written.tensor.view(torch.uint8).fill_(0xFF)
+        if not self._kept:
+            written.tensor.view(torch.uint8).fill_(0xFF)
         before = [None if copy is None else bytes(copy.memory[copy.head : copy.end]) for copy in copies]
         given = [one if copy is None else copy.tensor for one, copy in zip(arguments, copies, strict=True)]
         values = [nvrtc._value(one) for one in given]
@@ -139,7 +145,8 @@ class Emulator:
         text = program(sources, name, defines)
         key = hashlib.sha256((text + "".join(file.read_text() for file in sources)).encode()).hexdigest()[:16]
         if key not in self._functions:
-            self._functions[key] = Function(self._compile(text, self._folder / f"{name}_{key}"), CHANGED.get(name, ()))
+            library = self._compile(text, self._folder / f"{name}_{key}")
+            self._functions[key] = Function(library, CHANGED.get(name, ()), name in KEPT)
         return self._functions[key]
 
     def _compile(self, text: str, stem: Path) -> Path:
@@ -159,16 +166,17 @@ class Emulator:
 
 def program(sources: tuple[Path, ...], name: str, defines: tuple[tuple[str, int], ...]) -> str:
     """The kernel `name` of these files as a library for the CPU, whose one function is `launch`."""
-    asked = re.findall(r"extern __shared__ (\w+) (\w+)\[\]", sources[-1].read_text())
+    asked = re.findall(r"extern __shared__ (?:__align__\(1024\) )?(\w+) (\w+)\[\]", sources[-1].read_text())
     kind, memory = asked[0] if asked else ("char", "nothing")
     own = [HERE / file.with_suffix(".h").name for file in sources]
     lines = [f"#define {key} {value}" for key, value in defines]
-    lines += ['#include "cuda.h"', f"thread_local {kind} {memory}[{SHARED} / sizeof({kind})];"]
+    lines += ['#include "cuda.h"', f"alignas(1024) thread_local {kind} {memory}[{SHARED} / sizeof({kind})];"]
     lines += [f'#include "{mine if mine.exists() else file}"' for mine, file in zip(own, sources, strict=True)]
     lines += [
         'extern "C" const char* launch(int grid, int threads, int asked, int reverse, void* const* values) {',
         f"    const char* memory = (const char*)::{memory};",
-        f"    return machine::launch(launch_of({name}, values), grid, threads, reverse, memory, {SHARED}, asked);",
+        f"    auto* const body = launch_of({name}, values);",
+        f"    return machine::launch(body, grid, threads, reverse, memory, {SHARED}, asked);",
         "}",
     ]
     return "\n".join(lines) + "\n"

@@ -47,6 +47,7 @@ static inline void copy16(void* to, const void* from, bool some, u64) {
     memset(one.bytes, 0, 16);
     if (some) memcpy(one.bytes, from, 16);
 }
+static inline void copy16(void* to, const void* from, bool some) { copy16(to, from, some, 0); }
 static inline void end_lot() { ++lots[threadIdx.x]; }
 template <int LEFT>
 static inline void await_lots() {
@@ -109,6 +110,22 @@ static inline u32 plus(u32 pair, u32 offset) {
     return result;
 }
 
+// A product of halves is exact in fp64, and so is its sum with a half of about its size; one far smaller only decides ties.
+static inline u32 fma_pair(u32 a, u32 b, u32 c) {
+    u32 result = 0;
+    for (int i = 0; i < 32; i += 16) {
+        const double value = __builtin_fma(double(x_value(a >> i)), double(x_value(b >> i)), double(x_value(c >> i)));
+        result |= u32(X == 1 ? half_of(value) : bfloat_of(value)) << i;
+    }
+    return result;
+}
+
+static inline u32 pair_of(float low, float high) {
+    return X == 1 ? u32(half_of(high)) << 16 | half_of(low) : bfloat_pair(low, high);
+}
+
+static inline u32 rotate(u32 word, u32 by) { return by % 32 ? word >> by % 32 | word << (32 - by % 32) : word; }
+
 struct Fragments {
     u32 a[4], b[2];
     float* c;
@@ -145,9 +162,42 @@ static inline void end_products() {}
 template <int LEFT, int COUNT>
 static inline void await_products(float (&)[COUNT]) {}
 
+template <int LEFT>
+static inline void await_operands() {}
+
+struct Turned {
+    u16* to;
+    u32 a[4];
+};
+
+// PTX on stmatrix, transposed: lane 4 g + t holds of each matrix row g, columns 2 t and 2 t + 1.
+static inline void turn(void* const* brought) {
+    for (int lane = 0; lane < machine::WARP; ++lane)
+        for (int i = 0; i < 4; ++i)
+            for (int half = 0; half < 2; ++half)
+                ((Turned*)brought[8 * i + lane % 4 * 2 + half])->to[lane / 4] = u16(((Turned*)brought[lane])->a[i] >> (16 * half));
+}
+
+static inline void store_turned(void* to, u32 a, u32 b, u32 c, u32 d) {
+    if ((size_t)to % 16) return machine::fail("stores a matrix where it is not aligned", threadIdx.x);
+    Turned mine = {(u16*)to, {a, b, c, d}};
+    machine::wait_in_warp(turn, &mine);
+}
+
+// `apart`: eights of elements from one half of k to the other, or 0 for lines of 128 bytes whose sixteens are exchanged.
+struct Place {
+    const u16* at;
+    int apart;
+    u16 element(int k, int n) const {
+        if (apart) return at[(k / 8 * apart + n) * 8 + k % 8];
+        const size_t place = (size_t)at + n * 128 + k * 2;
+        return *(const u16*)(place ^ (place >> 7 & 7) << 4);
+    }
+};
+
 struct Shares {
     u32 a[4];
-    const u16* b;
+    Place b;
     float* c;
     int count;
     bool more;
@@ -159,7 +209,7 @@ static inline void multiply_shares(void* const* brought) {
     const Shares& any = *(const Shares*)brought[0];
     for (int lane = 0; lane < machine::WARP; ++lane) {
         const Shares& mine = *(const Shares*)brought[lane];
-        if (mine.b != any.b || mine.more != any.more) return machine::fail("gives wgmma other arguments than its warp", threadIdx.x);
+        if (mine.b.at != any.b.at || mine.more != any.more) return machine::fail("gives wgmma other arguments than its warp", threadIdx.x);
         for (int half = 0; half < 2; ++half)
             for (int i = 0; i < 4; ++i) a[lane / 4 + i % 2 * 8][i / 2 * 8 + lane % 4 * 2 + half] = x_value(mine.a[i] >> (16 * half));
     }
@@ -168,16 +218,19 @@ static inline void multiply_shares(void* const* brought) {
             float& sum = ((const Shares*)brought[lane])->c[i];
             const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
             if (!any.more) sum = 0;
-            for (int k = 0; k < 16; ++k) sum += a[row][k] * x_value(any.b[(k / 8 * (any.count * 2) + column) * 8 + k % 8]);
+            for (int k = 0; k < 16; ++k) sum += a[row][k] * x_value(any.b.element(k, column));
         }
 }
 
-typedef const u16* Place;
 template <int N>
 static inline Place place_of(const void* b) {
-    return (const u16*)b;
+    return {(const u16*)b, N};
 }
-static inline Place further(Place b, int many) { return b + many * 8; }
+static inline Place place_of_lines(const void* b) {
+    if ((size_t)b % 1024) machine::fail("gives wgmma lines that are not aligned", threadIdx.x);
+    return {(const u16*)b, 0};
+}
+static inline Place further(Place b, int many) { return {b.at + many * 8, b.apart}; }
 
 template <int COUNT>
 static inline void wgmma(float (&c)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, Place b, bool more) {

@@ -1,0 +1,113 @@
+// From codes as they lie in a row to what a lane of wgmma holds of it, with the scale of its block: for wide.cu.
+//
+// Of sixteen elements of a row, lane t of four holds 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, two pairs of halves of the kind of x. x
+// stays in the order in which it lies in memory, so a lane picks its codes out of those of all four.
+//
+//   SCALING  0: a row has one scale or none, which is left to the sums. 1: halves are multiplied by halves, which is exact but
+//            for one rounding, where codes and scales are numbers of x's kind. 2: in fp32, rounded once
+
+// What a lane loads of one row: 32 codes of 4 bits, or its own of 16 codes of 8 bits.
+constexpr int WORDS = NARROW ? 4 : 2;
+
+// `factor` is a constant that the compiler should keep in a register: `there` is not 0.
+struct Lane {
+    u32 lane, pick, turn, factor;
+};
+
+__device__ __forceinline__ Lane lane_of(int lane, int there) {
+    const u32 t = lane & 3;
+    const u32 pick = CODES == 1 ? (X == 1 ? t | t << 8 : t | (4 + t) << 8) : t & 1 ? 0x7632 : 0x5410;
+    return {u32(lane), pick, (8 * t + 25) & 31, there ? (X == 1 ? 0x2C003C00u : 0x3E003F80u) : 0};
+}
+
+__device__ __forceinline__ void load_words(const u8* row, int t, u32 (&words)[WORDS]) {
+    if (NARROW) {
+        const uint4 v = *(const uint4*)row;
+        words[0] = v.x, words[1] = v.y, words[2 % WORDS] = v.z, words[3 % WORDS] = v.w;
+    } else {
+        words[0] = *(const u32*)(row + t / 2 * 4), words[1] = *(const u32*)(row + t / 2 * 4 + 8);
+    }
+}
+
+// The scale of a block as it is used.
+__device__ __forceinline__ u32 scale_of(u32 bits) {
+    if (SCALING == 1) return bits | bits << 16;
+    const float value = scale_value(bits);
+    return SCALING == 2 ? *(const u32*)&value : 0;
+}
+
+__device__ __forceinline__ u32 times(u32 pair, u32 scale) {
+    if (SCALING == 0) return pair;
+    if (SCALING == 1) return fma_pair(pair, scale, 0x80008000u);  // -0, which keeps the sign of a zero
+    const float s = __uint_as_float(scale);
+    if (X == 1) return pair_of(half_value(pair & 0xFFFF) * s, half_value(pair >> 16) * s);
+    return pair_of(__uint_as_float(pair << 16) * s, __uint_as_float(pair & 0xFFFF0000u) * s);
+}
+
+// Two neighbouring 4-bit integers: the first in the low bits of a half, the other four (fp16) or three bits (bf16, whose
+// fraction has seven) further up in the other half.
+__device__ __forceinline__ u32 neighbours(u32 word, const Lane& own) {
+    if (X == 1) return fma_pair(insert(prmt(word, word, own.pick), 0x00F0000Fu, 0x64806408u), own.factor, 0xD480E408u);
+    return fma_pair(insert(prmt(word, word >> 1, own.pick), 0x0078000Fu, 0x43404308u), own.factor, 0xC1C0C308u);
+}
+
+// The numbers of a byte of the table: it has 128 bytes for each, the same for every lane.
+__device__ __forceinline__ const char* place_in_table(u32 word, u32 turn, u32 lane) {
+#if CODES >= 2
+    return (const char*)table + ((rotate(word, turn) & 0x7F80) | lane);
+#else
+    return nullptr;
+#endif
+}
+
+// Bytes 2 i and 2 i + 1 of four in fp32, where their product with the scale is rounded only once.
+__device__ __forceinline__ u32 scaled_bytes(u32 word, int i, const Lane& own, u32 scale, u32 top) {
+    if (SCALING != 2) {
+        if (CODES == 0) return times(bytes(word, i, top), scale);
+        const u32 low = i ? entry<2>(word, own.lane) : entry<0>(word, own.lane);
+        return times(prmt(low, i ? entry<3>(word, own.lane) : entry<1>(word, own.lane), 0x5410), scale);
+    }
+    const float s = __uint_as_float(scale);
+    float both[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        if (CODES == 0) both[j] = __uint_as_float(prmt(word ^ 0x80808080u, 0x4B000000u, 0x7440 + 2 * i + j)) - 8388736.0f;
+        else both[j] = *(const float*)place_in_table(word, (25 + 8 * (2 * i + j)) & 31, own.lane * 4);
+    }
+    return pair_of(both[0] * s, both[1] * s);
+}
+
+// The two pairs of the sixteen elements `part` of a lane's words.
+__device__ __forceinline__ void decode(const u32 (&words)[WORDS], int part, const Lane& own, u32 scale, u32 top, u32& low, u32& high) {
+    if (!NARROW) {
+        const u32 word = prmt(words[0], words[1], own.pick);
+        low = scaled_bytes(word, 0, own, scale, top), high = scaled_bytes(word, 1, own, scale, top);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 word = words[(2 * part + i) % WORDS];
+        u32 pair;
+        if (CODES == 1) {
+            pair = times(neighbours(word, own), scale);
+        } else if (SCALING == 2) {
+            struct alignas(8) Both { float low, high; };
+            const Both both = *(const Both*)place_in_table(word, own.turn, own.lane % 16 * 8);
+            pair = pair_of(both.low * __uint_as_float(scale), both.high * __uint_as_float(scale));
+        } else {
+            pair = times(*(const u32*)place_in_table(word, own.turn, own.lane * 4), scale);
+        }
+        (i ? high : low) = pair;
+    }
+}
+
+#if CODES >= 2
+// `levels`: for each byte a pair of halves; with SCALING 2 fp32, two numbers for two codes of 4 bits, else one.
+__device__ __forceinline__ void fill_levels(const u32* levels, int threads) {
+    for (int i = threadIdx.x; i < 256 * 8; i += threads) {
+        const bool two = SCALING == 2 && NARROW;
+        const u32 a = __ldg(levels + (two ? i / 8 * 2 : i / 8)), b = __ldg(levels + (two ? i / 8 * 2 + 1 : i / 8));
+        ((uint4*)table)[i] = make_uint4(a, b, a, b);
+    }
+}
+#endif
