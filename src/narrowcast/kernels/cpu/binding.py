@@ -70,7 +70,9 @@ class Native(Kernel):
         self._nc_decode_sum = _function(library, "nc_decode_sum", *summands, address, i32, i32, i32)
         self._nc_decode_sum_encode = _function(library, "nc_decode_sum_encode", *summands, address, i64, i32, i32)
         factors = (address, address, i64, i64, address, i32, i64, i64)
-        self._nc_linear = _function(library, "nc_linear", *factors, address, i32, address, i64, i32, i32)
+        product = (*factors, address, i32, address, i64, i32, i32)
+        self._nc_linear = _function(library, "nc_linear", *product)
+        self._nc_linear_tiles = _function(library, "nc_linear_tiles", *product)
         slices = (address, address, address, i32, i64, i64, i64)
         self._nc_fake_quantize = _function(library, "nc_fake_quantize", *slices, *(address,) * 4, i32, i32, i32, i32)
         matrices = (address, i64, i64, i64, address, i64, i64)
@@ -145,7 +147,7 @@ class Native(Kernel):
 
     def _linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
         batch, numel = x.shape
-        if batch > self.max_batch.get(x.dtype, 0) or numel == 0:
+        if x.dtype not in self.max_batch or numel == 0:
             return False
         (x, x_stride), (data, stride) = _contiguous(x), _contiguous(data)
         address, dtype = None, 0
@@ -155,8 +157,11 @@ class Native(Kernel):
         rows = spec_of(recipe, numel), data.data_ptr(), stride, data.shape[0]
         vectors = x.data_ptr(), DTYPES[x.dtype], x_stride, batch
         threads = _team(data.numel() * batch, LINEAR_GRAIN)
-        _check(self._nc_linear(*rows, *vectors, address, dtype, out.data_ptr(), out.stride()[0], threads, self._isa))
-        return True
+        way = self._nc_linear if batch <= self.max_batch[x.dtype] else self._nc_linear_tiles
+        failed = way(*rows, *vectors, address, dtype, out.data_ptr(), out.stride()[0], threads, self._isa)
+        if failed != UNKNOWN:
+            _check(failed)
+        return failed != UNKNOWN
 
     def _fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
         self._launch_fake(out, None, None, x, scale, grid)
