@@ -51,7 +51,7 @@ int32_t encode_large(const Kernels& k, const Spec& spec, Floats row, uint8_t* ou
 
 }  // namespace
 
-NC_EXPORT int32_t nc_abi() { return 8; }
+NC_EXPORT int32_t nc_abi() { return 9; }
 
 // The best of plain (0), avx2 (1) and avx512 (2) that this CPU runs.
 NC_EXPORT int32_t nc_best_isa() {
@@ -203,10 +203,10 @@ NC_EXPORT int32_t nc_linear_tiles(const Spec* spec, const uint8_t* data, int64_t
     try {
         std::unique_ptr<float[]> gain(new float[size_t(batch)]);
         Product product{data, stride, Floats{x, dtype}, x_stride, batch, nullptr, gain.get(), Floats{bias, bias_dtype},
-                        out, out_stride, NC_CHOOSE(kernels, isa).decode, dtype == B16};
-        const int64_t floats = t.packed(*spec, product);
-        if (floats == 0) return 2;
-        std::unique_ptr<float[]> memory(new float[size_t(floats + 16)]);
+                        out, out_stride, NC_CHOOSE(kernels, isa).decode};
+        product.way = t.way(*spec, product);
+        if (product.way == 0) return 2;
+        std::unique_ptr<float[]> memory(new float[size_t(t.packed(*spec, product) + 16)]);
         float* packed = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64 / 4;
         int32_t failed = parallel_in_team(batch, threads, [&](int64_t b) { t.pack(*spec, product, b, packed, &gain[size_t(b)]); });
         if (failed) return failed;

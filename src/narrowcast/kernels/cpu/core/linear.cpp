@@ -170,8 +170,26 @@ void byte_rows(const Code& code, const Spec& spec, const Product& product, int64
 }
 #endif
 
+#if defined(__AVX512BF16__)
+void pair_rows(const Spec& spec, const Product& product, int64_t first, int64_t end) {
+    const int64_t length = prepared(spec), ahead = fetch_ahead(product.stride);
+    const __m512i table = twice_in_bf16(spec);
+    in_quads(spec, product, first, end, 64, HUGE_VALF, [&](const Steps& steps, Quad& quad, float* y) {
+        mark_far(spec, quad);
+        int64_t b = 0;
+        for (; b + 2 <= product.batch; b += 2) {
+            multiply_pairs<2>(table, steps, quad, product.prepared + b * length, length, y + b * ROWS, ahead);
+        }
+        if (b < product.batch) multiply_pairs<1>(table, steps, quad, product.prepared + b * length, length, y + b * ROWS, ahead);
+    });
+}
+#endif
+
 void linear(const Spec& spec, const Product& product, int64_t first, int64_t end) {
     const Steps steps = Steps::of(spec);
+#if defined(__AVX512BF16__)
+    if (steps.direct && exact_pairs(spec, product.x.dtype)) return pair_rows(spec, product, first, end);
+#endif
 #if defined(__AVX512VNNI__)
     if (steps.direct && with_bytes(spec, [&](const auto& code) { byte_rows(code, spec, product, first, end); })) return;
 #endif

@@ -7,7 +7,7 @@ namespace {
 
 // -- the plain way ------------------------------------------------------------------------------------------------------------------
 
-float dot(const float* a, const float* b, int64_t n) {
+inline float dot(const float* a, const float* b, int64_t n) {
     Vector sums[4] = {};
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES) {
@@ -19,7 +19,7 @@ float dot(const float* a, const float* b, int64_t n) {
 }
 
 // One row times the vectors [first, end), into y[ROWS first], ...; a vector lies at x + b * x_stride, as it came or widened.
-void plainly(const Spec& spec, const Product& product, const uint8_t* row, Floats x, int64_t x_stride, int64_t first,
+inline void plainly(const Spec& spec, const Product& product, const uint8_t* row, Floats x, int64_t x_stride, int64_t first,
              int64_t end, float* y) {
     alignas(64) float weights[SPAN], buffer[SPAN];
     const int64_t size = x.dtype == F32 ? 4 : 2;
@@ -38,7 +38,7 @@ void plainly(const Spec& spec, const Product& product, const uint8_t* row, Float
 // -- results ------------------------------------------------------------------------------------------------------------------------
 
 // Rounded to nearest even, past the largest number to infinity, as torch does.
-void put_result(float y, void* out, int32_t dtype, int64_t at) {
+inline void put_result(float y, void* out, int32_t dtype, int64_t at) {
     if (dtype == F32) {
         static_cast<float*>(out)[at] = y;
         return;
@@ -50,7 +50,7 @@ void put_result(float y, void* out, int32_t dtype, int64_t at) {
     static_cast<Half16*>(out)[at] = uint16_t(code);
 }
 
-void finish(const Product& product, int64_t first, int64_t rows, const float* y) {
+inline void finish(const Product& product, int64_t first, int64_t rows, const float* y) {
     float bias[ROWS] = {}, buffer[ROWS];
     if (product.bias.data) std::memcpy(bias, load(product.bias, first, rows, buffer), size_t(rows) * 4);
     for (int64_t b = 0; b < product.batch; ++b) {

@@ -1,9 +1,10 @@
-// Products with many vectors, tile by tile (linear_tiles.h). Compiled once per instruction set; those without AVX-512 leave them
+// Products with many vectors, tile by tile (tile_x.h). Compiled once per instruction set; those without AVX-512 leave them
 // to others.
 
 #include <memory>
 
-#include "linear_tiles.h"
+#include "tile_codes.h"
+#include "tile_sums.h"
 
 namespace {
 
@@ -43,56 +44,55 @@ void finish_panel(const Spec& spec, const Product& product, const Panel& panel, 
     }
 }
 
-template <class Kind, class Code>
+template <class Code>
 void tile_rows(const Code& code, const Spec& spec, const Product& product, int64_t first, int64_t end) {
+    using Kind = typename Code::Kind;
     const Steps steps = Steps::of<Code>(spec);
-    const Cut cut(steps, Kind::PER);
-    const Groups groups(product.batch);
+    const Cut cut(steps, Kind::WAY);
+    const Groups groups(product.batch, Kind::WAY);
     Panel panel(spec);
     const size_t kept = size_t(cut.lines * LINE * PANEL), sums = size_t(product.batch * PANEL);
     std::unique_ptr<float[]> memory(new float[kept + sums + LINE]);
-    float* tile = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64 / 4;
-    float* y = tile + kept;
+    float* words = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64 / 4;
+    float* y = words + kept;
     for (int64_t row = first; row < end; row += PANEL) {
         const int64_t rows = std::min<int64_t>(PANEL, end - row);
         panel.take(spec, steps, product.data + row * product.stride, product.stride, rows, Code::BYTES, Kind::PER == 2);
         std::fill(y, y + sums, 0.0f);
-        for (int64_t i = 0; i < cut.tiles; ++i) {
-            const int64_t lines = cut.lines_of(i);
-            decode_tile<Kind>(code, steps, panel, i * cut.steps, std::min(steps.all, (i + 1) * cut.steps), PANEL * product.stride, tile);
+        for (int64_t i = 0, step = 0; i < cut.tiles; ++i, step += cut.steps) {
+            const int64_t block = steps.blocks > 1 ? step * steps.blocks : step / steps.flush;
+            const Tile tile{words, panel.scales + block * PANEL, cut.lines_of(i), cut.segment};
+            decode_tile(code, steps, panel, step, std::min(steps.all, step + cut.steps), product.stride, words);
             const float* x = product.prepared + i * cut.lines * product.batch * LINE;
             for (int64_t group = 0; group < groups.count; ++group) {
                 const int64_t begin = groups.begin(group), size = groups.begin(group + 1) - begin;
-                multiply_group<Kind>(size, tile, x + begin * lines * LINE, lines, y + begin * PANEL, std::make_integer_sequence<int, GROUP>());
+                add_group<Kind>(size, tile, x + begin * tile.lines * LINE, y + begin * PANEL, std::make_integer_sequence<int, Kind::GROUP>());
             }
         }
         finish_panel(spec, product, panel, row, rows, y);
     }
 }
 
-bool coded(const Spec& spec) {
-    return spec.element != FP32 && spec.element != FP16 && spec.element != BF16;
+// Which kind of words tiles have for this format, dtype and batch; 0: there are no tiles for it.
+int32_t way(const Spec& spec, const Product& product) {
+    if (!Steps::of(spec).direct || !with_words(spec, Single::WAY, [](const auto&) {})) return 0;
+    if (product.x.dtype != B16 || !__builtin_cpu_supports("avx512bf16")) return Single::WAY;
+    if (!fits_pairs(spec)) return 0;
+    return product.batch < MANY_VECTORS ? Pair::WAY : ScaledPair::WAY;
 }
 
-// Floats that x takes where it is packed; 0: not for this format.
+// Floats that x takes where it is packed.
 int64_t packed(const Spec& spec, const Product& product) {
-    const Steps steps = Steps::of(spec);
-    if (!steps.direct || !coded(spec) || (product.pairs && !normal_in_bf16(spec))) return 0;
-    return product.batch * Cut(steps, product.pairs ? 2 : 1).all_lines * LINE;
+    return product.batch * Cut(Steps::of(spec), product.way).all_lines * LINE;
 }
 
 void tiles(const Spec& spec, const Product& product, int64_t first, int64_t end) {
-    with_code(spec, [&](const auto& code) {
-        using Code = std::decay_t<decltype(code)>;
-        if constexpr (Code::EACH >= 4) {
-            if (product.pairs) tile_rows<Pair>(code, spec, product, first, end);
-            else tile_rows<Single>(code, spec, product, first, end);
-        }
-    });
+    with_words(spec, product.way, [&](const auto& code) { tile_rows(code, spec, product, first, end); });
 }
 
 #else
 
+int32_t way(const Spec&, const Product&) { return 0; }
 int64_t packed(const Spec&, const Product&) { return 0; }
 void pack(const Spec&, const Product&, int64_t, float*, float*) {}
 void tiles(const Spec&, const Product&, int64_t, int64_t) {}
@@ -102,5 +102,5 @@ void tiles(const Spec&, const Product&, int64_t, int64_t) {}
 }  // namespace
 
 namespace nc {
-const Tiler NC_NAMED_BY_ISA(tiler) = {::packed, ::pack, ::tiles};
+const Tiler NC_NAMED_BY_ISA(tiler) = {::way, ::packed, ::pack, ::tiles};
 }  // namespace nc
