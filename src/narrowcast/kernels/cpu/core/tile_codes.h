@@ -101,6 +101,10 @@ inline bool with_words(const Spec& spec, int32_t way, const F& f) {
         for (int i = 0; i < 1 << spec.bits; ++i) levels[i] = as<float>(uint32_t(nearest_bf16(spec.levels[i])) << 16);
         rounded.levels = levels;
     }
+    if (spec.element == INT && spec.bits == 4) {  // looked up: an instruction less than by arithmetic
+        for (int i = 0; i < 16; ++i) levels[i] = float((i ^ 8) - 8);
+        rounded.levels = levels, rounded.element = LEVELS;
+    }
     with_code(rounded, [&](const auto& code) {
         using Code = std::decay_t<decltype(code)>;
         if constexpr (Code::EACH >= 4) {
