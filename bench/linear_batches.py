@@ -25,16 +25,16 @@ from torch.nn import functional as F
 
 import narrowcast as nc
 from linear_contenders import copied
+from narrowcast.kernels.layout import Recipe
 from narrowcast.kernels.operators import linear
 from narrowcast.kernels.operators.dispatch import kernel_for
 
 NEVER = 1 << 30
 BATCHES = "2,3,4,5,6,7,8,12,16,24,32,48,64,96,128,192,256,384,512"
 Way = Callable[[int], object]
-Rows = tuple[list[Tensor], linear.Recipe]
 
 
-def by_kernel(x: Tensor, rows: Tensor, recipe: linear.Recipe, tiles: bool) -> Tensor:
+def by_kernel(x: Tensor, rows: Tensor, recipe: Recipe, tiles: bool) -> Tensor:
     """With the core's tiles, or with rows as they are, whatever the batch is."""
     out, kernel = x.new_empty(len(x), len(rows)), kernel_for("cpu")
     kernel.tiles_from = dict.fromkeys(kernel.max_batch, 1 if tiles else NEVER)  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def by_kernel(x: Tensor, rows: Tensor, recipe: linear.Recipe, tiles: bool) -> Te
     return out
 
 
-def by_torch(x: Tensor, rows: Tensor, recipe: linear.Recipe) -> Tensor:
+def by_torch(x: Tensor, rows: Tensor, recipe: Recipe) -> Tensor:
     out = x.new_empty(len(x), len(rows))
     linear._multiply_tiles(out, x, rows, recipe, None)
     return out
