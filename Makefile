@@ -72,6 +72,7 @@ bench: $(VENV)/.dev      ## time the codecs against a plain copy
 linear: $(VENV)/.dev     ## time linear layers on encoded weights on the CPU, beside competitors
 	$(INSTALL) '.[bench]'
 	PYTHONPATH=bench $(BIN)/python bench/linear.py --end-to-end --convert
+	PYTHONPATH=bench $(BIN)/python bench/linear_batches.py
 
 quality: $(VENV)/.dev    ## what each codec leaves of a real model
 	$(INSTALL) '.[bench]'

@@ -1,5 +1,5 @@
-"""Checks of kernels/triton/norms.py and attention.py against fp64, under derived bounds. Without pytest, so that
-bench/decode_h200.py runs them too."""
+"""Checks of norms, gates and attention of one position against fp64, under derived bounds: those of kernels/triton, or
+those that a test gives. Without pytest, so that bench/decode_h200.py runs them too."""
 
 from __future__ import annotations
 
@@ -41,9 +41,15 @@ def rounding(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return exact.abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).tiny
 
 
-def check_norm(batch: int, width: int, dtype: torch.dtype, device: str) -> None:
-    from narrowcast.kernels.triton.norms import add_norm
-
+def check_norm(
+    batch: int,
+    width: int,
+    dtype: torch.dtype,
+    device: str,
+    add_norm: Callable[..., tuple[Tensor, Tensor]] | None = None,
+) -> None:
+    if add_norm is None:
+        from narrowcast.kernels.triton.norms import add_norm
     x, delta = (drawn(batch, 2 * width, dtype=dtype, device=device, seed=seed)[:, :width] for seed in (1, 2))
     weight = drawn(width, dtype=dtype, device=device, seed=3)
     for added in (delta, None):
@@ -56,9 +62,9 @@ def check_norm(batch: int, width: int, dtype: torch.dtype, device: str) -> None:
         assert ((y.double() - exact).abs() <= allowed).all()
 
 
-def check_gate(dtype: torch.dtype, device: str) -> None:
-    from narrowcast.kernels.triton.norms import gate
-
+def check_gate(dtype: torch.dtype, device: str, gate: Callable[..., Tensor] | None = None) -> None:
+    if gate is None:
+        from narrowcast.kernels.triton.norms import gate
     both = drawn(3, 2 * 1100, dtype=dtype, device=device)
     both[0, :4] = torch.tensor([0.0, 60.0, -60.0, -90.0], dtype=dtype)
     one, other = both.chunk(2, -1)

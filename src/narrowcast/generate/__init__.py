@@ -4,7 +4,7 @@ shape.py      Shape: what a checkpoint's config.json says of a Llama-like model;
 decoder.py    Decoder: the modules, under the names that checkpoints of transformers have
 rotary.py     the angles by which queries and keys are turned
 cache.py      the keys and values of every position so far, in memory of a fixed size
-kernels.py    what is done between products: in plain torch, or in Triton's kernels for one token
+kernels.py    what is done between products: in plain torch, or in kernels for one token (the core's, Triton's)
 fuse.py       products that share an input, as one product on joined rows
 sampling.py   the choice of the next token
 steps.py      one token after the other: eager, or one CUDA graph

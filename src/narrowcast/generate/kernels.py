@@ -1,8 +1,9 @@
 """What a decoder does between its products, for one new position of each sequence.
 
-`Kernels` is the contract, `Torch` what it means, in plain torch, on any device and in any dtype. `Fused` has the same
-in four or five launches a layer, of kernels in Triton (kernels/triton/norms.py, attention.py) and, for attention over
-short caches, in CUDA (kernels/cuda/attention.py). `kernels_for` chooses, and says why it chose `Torch` on a GPU.
+`Kernels` is the contract, `Torch` what it means, in plain torch, on any device and in any dtype. `Compiled` has it in
+the compiled core, for fp32 and bf16 on a CPU (kernels/cpu/between.py). `Fused` has it in four or five launches a layer,
+of kernels in Triton (kernels/triton/norms.py, attention.py) and, for attention over short caches, in CUDA
+(kernels/cuda/attention.py). `kernels_for` chooses, and says why it chose `Torch` on a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from torch.nn import functional as F
 
 from narrowcast.generate.cache import keep, seen
 from narrowcast.generate.rotary import turn
+from narrowcast.kernels.cpu.between import FLOATS, Between, between
+from narrowcast.kernels.cpu.binding import Native
+from narrowcast.kernels.operators.dispatch import kernel_for
 
 
 class Place(NamedTuple):
@@ -84,6 +88,33 @@ class Torch:
         return F.silu(gate) * up
 
 
+class Compiled(Torch):
+    """One call of the compiled core each, in fp32 inside; what that does not take is left to torch."""
+
+    def __init__(self, core: Between, dtype: torch.dtype) -> None:
+        self.name = "native"
+        self._core, self._dtype = core, dtype
+
+    def place(self, at: Tensor, turns: Tensor, longest: int) -> Place:
+        return Place(at, turns, longest)
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+        if norm.eps is None or not self._takes(x, norm.weight[None], *(() if delta is None else (delta,))):
+            return super().add_norm(x, delta, norm)
+        return self._core.add_norm(x, delta, norm.weight, norm.eps)
+
+    def attend(self, parts: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
+        if not self._takes(*parts, *cache) or cache[0].stride() != cache[1].stride():
+            return super().attend(parts, cache, super().place(place.at, place.turns, place.longest))
+        return self._core.attend(*parts, place.turns, place.at, *cache)
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self._core.gate(gate, up) if self._takes(gate, up) else super().gate(gate, up)
+
+    def _takes(self, *tensors: Tensor) -> bool:
+        return all(tensor.dtype == self._dtype and tensor.stride(-1) == 1 for tensor in tensors)
+
+
 class Fused:
     """One launch for a norm and the sum before it, one for a gate, one (long caches, few heads: two) for attention."""
 
@@ -114,11 +145,13 @@ class Fused:
 
 
 def kernels_for(decoder: nn.Module, device: torch.device) -> Kernels:
-    """`Fused` on CUDA, where its kernels take the decoder; else `Torch`."""
-    if device.type != "cuda":
-        return Torch()
+    """`Fused` on CUDA, `Compiled` on a CPU, where their kernels take the decoder; else `Torch`."""
     norms = [module for module in decoder.modules() if isinstance(module, nn.RMSNorm)]
     kinds = {norm.weight.dtype for norm in norms}
+    if device.type != "cuda":
+        core = kernel_for("cpu") if device.type == "cpu" else None
+        known = len(kinds) == 1 and kinds <= set(FLOATS)
+        return Compiled(between(core), *kinds) if known and isinstance(core, Native) else Torch()
     if len(kinds) > 1 or not kinds <= {torch.float32, torch.float16, torch.bfloat16}:
         return Torch(f"norms are {', '.join(sorted(map(str, kinds)))}, not all of one kind that Triton is used for")
     try:

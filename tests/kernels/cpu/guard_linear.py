@@ -37,7 +37,9 @@ def main() -> None:
         for name in SPECS:
             for numel, batch in ((1, 1), (65, 2), (1000, 3), (130, 5), (512, 1)):
                 for at_end in (True, False):
-                    calls += check(kernel, nc.codec(name), numel, batch, at_end)
+                    for least in (1, 1 << 30):  # in tiles, and as they are
+                        kernel.tiles_from = dict.fromkeys(kernel.max_batch, least)
+                        calls += check(kernel, nc.codec(name), numel, batch, at_end)
     print(calls)
 
 

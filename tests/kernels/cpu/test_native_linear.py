@@ -13,7 +13,7 @@ from torch import Tensor
 import narrowcast as nc
 from cases import same_bits
 from narrowcast.codecs import Codec
-from narrowcast.kernels.cpu import binding
+from narrowcast.kernels.cpu import batches, binding
 from processes import holds_in_a_fork
 
 CPU = torch.device("cpu")
@@ -35,10 +35,11 @@ ISAS = available()
 
 @pytest.fixture(params=ISAS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> binding.Native:
-    """With the largest batches that any instruction set takes."""
+    """Rows as they are, never tiles, with the largest batches that any instruction set takes."""
     loaded, why = binding.load(request.param)
     assert loaded is not None, why
-    monkeypatch.setattr(loaded, "max_batch", binding.MAX_BATCH)
+    monkeypatch.setattr(loaded, "max_batch", batches.MAX_BATCH)
+    monkeypatch.setattr(loaded, "tiles_from", dict.fromkeys(batches.MAX_BATCH, 1 << 30))
     return loaded
 
 
@@ -228,7 +229,7 @@ def test_results_past_the_largest_half_are_infinite_as_in_torch(kernel: binding.
 def test_larger_batches_and_fp64_are_left_to_tiles(kernel: binding.Native) -> None:
     codec = nc.codec("int4")
     data, recipe = codec.encode(randn(3, 100)), codec.recipe(CPU)
-    beyond = [randn(most + 1, 100, dtype=dtype) for dtype, most in binding.MAX_BATCH.items()]
+    beyond = [randn(most + 1, 100, dtype=dtype) for dtype, most in batches.MAX_BATCH.items()]
     for x in (*beyond, randn(1, 100).double()):
         assert not kernel.linear(torch.empty(len(x), 3, dtype=x.dtype), x, data, recipe, None)
         found = codec.linear(x, data).double()
@@ -242,12 +243,13 @@ def test_larger_batches_and_fp64_are_left_to_tiles(kernel: binding.Native) -> No
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("batch", [16, 17, 64, 65])
-def test_avx2_decodes_from_smaller_batches_on(isa: str, batch: int) -> None:
+def test_without_tiles_of_its_own_avx2_decodes_from_smaller_batches_on(isa: str, batch: int) -> None:
     kernel, _ = binding.load(isa)
-    codec, x, out = nc.codec("int4"), randn(batch, 128), torch.empty(batch, 3)
     assert kernel is not None
-    takes = kernel.linear(out, x, codec.encode(randn(3, 128)), codec.recipe(CPU), None)
-    assert takes == (batch <= (16 if isa == "avx2" else 64))
+    for spec, has_tiles in (("int4", isa == "avx512"), ("int4:block=24", False), ("raw", False)):
+        codec, x, out = nc.codec(spec), randn(batch, 128), torch.empty(batch, 3)
+        takes = kernel.linear(out, x, codec.encode(randn(3, 128)), codec.recipe(CPU), None)
+        assert takes == (has_tiles or batch <= (16 if isa == "avx2" else 64)), spec
 
 
 def test_nothing_to_multiply_leaves_the_bias() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,31 +17,23 @@ from torch import Tensor
 from narrowcast import kernels
 from narrowcast.kernels import reference
 from narrowcast.kernels.contract import Kernel
+from narrowcast.kernels.cpu.batches import MAX_BATCH, MAX_BATCH_AVX2, TILES_FROM
 from narrowcast.kernels.cpu.reinstall import reinstall_command
 from narrowcast.kernels.cpu.spec import conv_sizes, spec_of
+from narrowcast.kernels.cpu.threads import GRAIN, LINEAR_GRAIN, openmp, team, threads_for
 from narrowcast.kernels.layout import Grid, Recipe, Scale
 from narrowcast.kernels.moments import Step, second_recipe
 from narrowcast.kernels.reference import search
 from narrowcast.kernels.windows import LONGEST, Window
 
-ABI = 8
+ABI = 9
 ISAS = ("plain", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 LIBRARY = "_narrowcast_core"
 
-GRAIN = 1 << 18
-"""Elements that are worth a thread of their own. A guess on the safe side, not a measurement."""
-LINEAR_GRAIN = 1 << 17
-"""Bytes of rows, times vectors that they are multiplied with, that are worth a thread of their own."""
-
-MAX_BATCH = {torch.float32: 64, torch.float16: 64, torch.bfloat16: 32}
-"""Vectors that rows are multiplied with as they are. For more, decoding and torch's own product are faster: measured on
-two Zen 4 cores, 11008x4096, int8 and int4 (bfloat16 has instructions of its own there); see bench/linear.py."""
-MAX_BATCH_AVX2 = MAX_BATCH | {torch.float32: 16}
-"""On AVX2: bench/linear_batches.py, on a Zen 3 core."""
-
 UNKNOWN = 2
-"""What nc_integer_conv returns where its input holds a NaN, or its grid is none that it knows."""
+"""What nc_linear_tiles returns where there are no tiles for a format or on this CPU, and nc_integer_conv where its
+input holds a NaN, or its grid is none that it knows."""
 
 LARGE = 1 << 22
 """Bytes from which on new memory is worth a word to the kernel."""
@@ -51,34 +42,38 @@ LARGE = 1 << 22
 class Native(Kernel):
     """The operations on CPU tensors.
 
-    `linear` takes up to MAX_BATCH vectors, by their dtype, and none of fp64. The bits of a result depend on its row and
-    its x alone: not on the number of threads, nor on the other vectors of the batch.
+    `linear` takes no fp64, and more than MAX_BATCH vectors only where there are tiles for the format. The bits of a
+    result depend on its row, its x, and whether vectors are few or many (TILES_FROM, and MANY_VECTORS of
+    core/tile_x.h): not on the number of threads, nor on the other vectors of the batch.
     """
 
     def __init__(self, library: ctypes.CDLL, isa: int) -> None:
         self.name = f"native/{ISAS[isa]}"
-        self._isa = isa
+        self.library, self.isa = library, isa
         self.max_batch = MAX_BATCH_AVX2 if ISAS[isa] == "avx2" else MAX_BATCH
+        self.tiles_from = TILES_FROM
         address, i32, i64 = c_void_p, c_int32, c_int64
         summands = (address, address, i64, i64, address, i32, i64, i64)
         self._nc_fresh = library.nc_fresh
         self._nc_fresh.argtypes, self._nc_fresh.restype = (address, i64), None
-        self._nc_encode = _function(library, "nc_encode", address, address, i32, i64, i64, address, i64, i64, i32, i32)
+        self._nc_encode = function(library, "nc_encode", address, address, i32, i64, i64, address, i64, i64, i32, i32)
         searched = (address, address, i32, i64, i64, address, c_float, address, i64, i64, address, i64, i32, i32)
-        self._nc_encode_searched = _function(library, "nc_encode_searched", *searched)
-        self._nc_decode = _function(library, "nc_decode", address, address, i64, i64, address, i32, i64, i32, i32)
-        self._nc_decode_sum = _function(library, "nc_decode_sum", *summands, address, i32, i32, i32)
-        self._nc_decode_sum_encode = _function(library, "nc_decode_sum_encode", *summands, address, i64, i32, i32)
+        self._nc_encode_searched = function(library, "nc_encode_searched", *searched)
+        self._nc_decode = function(library, "nc_decode", address, address, i64, i64, address, i32, i64, i32, i32)
+        self._nc_decode_sum = function(library, "nc_decode_sum", *summands, address, i32, i32, i32)
+        self._nc_decode_sum_encode = function(library, "nc_decode_sum_encode", *summands, address, i64, i32, i32)
         factors = (address, address, i64, i64, address, i32, i64, i64)
-        self._nc_linear = _function(library, "nc_linear", *factors, address, i32, address, i64, i32, i32)
+        product = (*factors, address, i32, address, i64, i32, i32)
+        self._nc_linear = function(library, "nc_linear", *product)
+        self._nc_linear_tiles = function(library, "nc_linear_tiles", *product)
         slices = (address, address, address, i32, i64, i64, i64)
-        self._nc_fake_quantize = _function(library, "nc_fake_quantize", *slices, *(address,) * 4, i32, i32, i32, i32)
+        self._nc_fake_quantize = function(library, "nc_fake_quantize", *slices, *(address,) * 4, i32, i32, i32, i32)
         matrices = (address, i64, i64, i64, address, i64, i64)
-        self._nc_integer = _function(library, "nc_integer_linear", *matrices, address, i64, i32, i32)
+        self._nc_integer = function(library, "nc_integer_linear", *matrices, address, i64, i32, i32)
         image = (address, address, address, address, address, i32, i32)
-        self._nc_integer_conv = _function(library, "nc_integer_conv", *image, *(address,) * 4, i32, i32)
+        self._nc_integer_conv = function(library, "nc_integer_conv", *image, *(address,) * 4, i32, i32)
         moments = (address, address, address, address, i32, i64, address, address)
-        self._nc_adamw = _function(library, "nc_adamw", *moments, i64, i32, address, i32, i32)
+        self._nc_adamw = function(library, "nc_adamw", *moments, i64, i32, address, i32, i32)
 
     def fresh(self, out: Tensor) -> None:
         if out.nbytes >= LARGE:
@@ -89,7 +84,7 @@ class Native(Kernel):
         if elements := count * numel:
             rows, stride = _contiguous(rows)
             source, target = (rows.data_ptr(), DTYPES[rows.dtype], stride, count), (out.data_ptr(), out.stride()[0])
-            _check(self._nc_encode(spec_of(recipe, numel), *source, *target, seed, _threads(elements), self._isa))
+            check(self._nc_encode(spec_of(recipe, numel), *source, *target, seed, threads_for(elements), self.isa))
 
     def _encode_searched(
         self, out: Tensor, rows: Tensor, importance: Tensor | None, gain: float, recipe: Recipe
@@ -105,8 +100,8 @@ class Native(Kernel):
         weights = None if importance is None else importance.data_ptr()
         how = weights, gain, ctypes.addressof(factors), len(tried), search.REFINEMENTS
         target = out.data_ptr(), out.stride()[0]
-        threads = _threads((1 + len(tried)) * count * numel)
-        _check(self._nc_encode_searched(spec_of(recipe, numel), *source, *how, *target, threads, self._isa))
+        threads = threads_for((1 + len(tried)) * count * numel)
+        check(self._nc_encode_searched(spec_of(recipe, numel), *source, *how, *target, threads, self.isa))
 
     def _decode(self, out: Tensor, data: Tensor, recipe: Recipe) -> None:
         count, numel = out.shape
@@ -114,7 +109,7 @@ class Native(Kernel):
             data, stride = _contiguous(data)
             what = spec_of(recipe, numel)
             target = out.data_ptr(), DTYPES[out.dtype], out.stride()[0]
-            _check(self._nc_decode(what, data.data_ptr(), stride, count, *target, _threads(elements), self._isa))
+            check(self._nc_decode(what, data.data_ptr(), stride, count, *target, threads_for(elements), self.isa))
 
     def _decode_sum(
         self, out: Tensor, data: Tensor, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
@@ -123,8 +118,8 @@ class Native(Kernel):
         if numel:
             data, stride = _contiguous(data)
             summands = _summands(data, stride, numel, recipe, own, own_rank, divisor)
-            threads = _threads(numel * ranks)
-            _check(self._nc_decode_sum(*summands, out.data_ptr(), DTYPES[out.dtype], threads, self._isa))
+            threads = threads_for(numel * ranks)
+            check(self._nc_decode_sum(*summands, out.data_ptr(), DTYPES[out.dtype], threads, self.isa))
 
     def _decode_sum_encode(
         self,
@@ -140,12 +135,12 @@ class Native(Kernel):
         if numel:
             data, stride = _contiguous(data)
             summands = _summands(data, stride, numel, recipe, own, own_rank, divisor)
-            threads = _threads(numel * data.shape[0])
-            _check(self._nc_decode_sum_encode(*summands, out.data_ptr(), seed, threads, self._isa))
+            threads = threads_for(numel * data.shape[0])
+            check(self._nc_decode_sum_encode(*summands, out.data_ptr(), seed, threads, self.isa))
 
     def _linear(self, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
         batch, numel = x.shape
-        if batch > self.max_batch.get(x.dtype, 0) or numel == 0:
+        if x.dtype not in self.max_batch or numel == 0:
             return False
         (x, x_stride), (data, stride) = _contiguous(x), _contiguous(data)
         address, dtype = None, 0
@@ -154,9 +149,14 @@ class Native(Kernel):
             address, dtype = bias.data_ptr(), DTYPES[bias.dtype]
         rows = spec_of(recipe, numel), data.data_ptr(), stride, data.shape[0]
         vectors = x.data_ptr(), DTYPES[x.dtype], x_stride, batch
-        threads = _team(data.numel() * batch, LINEAR_GRAIN)
-        _check(self._nc_linear(*rows, *vectors, address, dtype, out.data_ptr(), out.stride()[0], threads, self._isa))
-        return True
+        threads = team(data.numel() * batch, LINEAR_GRAIN)
+        given = *rows, *vectors, address, dtype, out.data_ptr(), out.stride()[0], threads, self.isa
+        failed = self._nc_linear_tiles(*given) if batch >= self.tiles_from[x.dtype] else UNKNOWN
+        if failed == UNKNOWN and batch <= self.max_batch[x.dtype]:
+            failed = self._nc_linear(*given)
+        if failed != UNKNOWN:
+            check(failed)
+        return failed != UNKNOWN
 
     def _fake_quantize(self, out: Tensor, x: Tensor, scale: Tensor, grid: Grid) -> None:
         self._launch_fake(out, None, None, x, scale, grid)
@@ -172,14 +172,14 @@ class Native(Kernel):
         slices = x.data_ptr(), grad.data_ptr() if grad is not None else None, out.data_ptr(), DTYPES[x.dtype], *x.shape
         scales = scale.data_ptr(), of_scale.data_ptr() if of_scale is not None else None
         levels = grid.levels.data_ptr(), grid.thresholds.data_ptr(), len(grid.levels), grid.uniform
-        _check(self._nc_fake_quantize(*slices, *scales, *levels, _team(x.numel(), GRAIN), self._isa))
+        check(self._nc_fake_quantize(*slices, *scales, *levels, team(x.numel(), GRAIN), self.isa))
 
     def _integer_linear(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
         (x, x_stride), (weight, stride) = _contiguous(x), _contiguous(weight)
         left = x.data_ptr(), x_stride, *x.shape
         right = weight.data_ptr(), stride, weight.shape[0]
-        threads = _team(weight.numel() * x.shape[0], LINEAR_GRAIN)
-        _check(self._nc_integer(*left, *right, out.data_ptr(), out.stride()[0], threads, self._isa))
+        threads = team(weight.numel() * x.shape[0], LINEAR_GRAIN)
+        check(self._nc_integer(*left, *right, out.data_ptr(), out.stride()[0], threads, self.isa))
 
     def _integer_conv(
         self,
@@ -195,15 +195,15 @@ class Native(Kernel):
         sizes, words = conv_sizes(x.shape, weight.shape, out.shape, window)
         levels = grid.levels.data_ptr(), grid.thresholds.data_ptr(), grid.levels.numel(), grid.uniform
         rows = weight.data_ptr(), factor.data_ptr(), None if bias is None else bias.data_ptr()
-        threads = _team(out.numel() * words, LINEAR_GRAIN)
+        threads = team(out.numel() * words, LINEAR_GRAIN)
         failed = UNKNOWN
         if 4 * words <= LONGEST:
             image = x.data_ptr(), sizes, scale.data_ptr()
-            failed = self._nc_integer_conv(*image, *levels, *rows, out.data_ptr(), threads, self._isa)
+            failed = self._nc_integer_conv(*image, *levels, *rows, out.data_ptr(), threads, self.isa)
         if failed == UNKNOWN:  # slow and rare: a NaN marks every window that holds it, and longer sums take int64
             out.copy_(reference.integer_conv(x, scale, grid, weight, factor, bias, window))
         else:
-            _check(failed)
+            check(failed)
 
     def _adamw(
         self,
@@ -221,7 +221,7 @@ class Native(Kernel):
             formats = spec_of(recipe, numel), spec_of(second_recipe(recipe.format, parameter.device), numel)
             floats = parameter.data_ptr(), grad.data_ptr(), DTYPES[parameter.dtype], rows
             held = first.data_ptr(), second.data_ptr(), seed, takes_momentum, (c_float * len(step))(*step)
-            _check(self._nc_adamw(*formats, *floats, *held, _team(rows * numel, GRAIN), self._isa))
+            check(self._nc_adamw(*formats, *floats, *held, team(rows * numel, GRAIN), self.isa))
 
 
 def load(isa: str = "") -> tuple[Native | None, str]:
@@ -236,21 +236,11 @@ def load(isa: str = "") -> tuple[Native | None, str]:
     if library.nc_abi() != ABI:
         return None, f"{path} was built for another version. Run: {reinstall_command()}"
     library.nc_team.argtypes, library.nc_team.restype = (c_void_p,), None
-    library.nc_team(_openmp())
+    library.nc_team(openmp())
     best = library.nc_best_isa()
     if isa and (isa not in ISAS or ISAS.index(isa) > best):
         return None, f"NARROWCAST_KERNEL asks for native/{isa}, and this CPU has {', '.join(ISAS[: best + 1])}."
     return Native(library, ISAS.index(isa) if isa else best), ""
-
-
-@cache
-def _openmp() -> int | None:
-    """The address of GOMP_parallel in the OpenMP that torch brought along, where it is GNU's."""
-    beside = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    beside += sorted(Path(torch.__file__).parent.with_name("torch.libs").glob("libgomp*.so*"))
-    if not beside or "USE_OPENMP=ON" not in torch.__config__.show():
-        return None
-    return ctypes.cast(ctypes.CDLL(str(beside[0])).GOMP_parallel, c_void_p).value
 
 
 def find() -> Path | None:
@@ -262,7 +252,7 @@ def find() -> Path | None:
     return next(built, None)
 
 
-def _function(library: ctypes.CDLL, name: str, *arguments: type) -> ctypes._NamedFuncPointer:
+def function(library: ctypes.CDLL, name: str, *arguments: type) -> ctypes._NamedFuncPointer:
     function = getattr(library, name)
     function.argtypes = arguments
     function.restype = c_int32
@@ -286,15 +276,6 @@ def _contiguous(matrix: Tensor) -> tuple[Tensor, int]:
     return matrix, matrix.shape[1]
 
 
-def _team(work: int, grain: int) -> int:
-    """All threads or one: OpenMP ends those that a call leaves out, and starts them again for torch's next call."""
-    return torch.get_num_threads() if work >= 2 * grain else 1
-
-
-def _threads(elements: int) -> int:
-    return 1 if elements < 2 * GRAIN else min(torch.get_num_threads(), elements // GRAIN)
-
-
-def _check(failed: int) -> None:
+def check(failed: int) -> None:
     if failed:
         raise MemoryError("narrowcast's native core ran out of memory")

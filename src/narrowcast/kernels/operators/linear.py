@@ -6,8 +6,8 @@ its own, so that torch.compile neither breaks the graph there nor rewrites it, a
 
 A kernel may decline a call: `Kernel.linear` returns False for a format or a batch that it is not made for. Then W is
 decoded and multiplied tile by tile, never whole, in x's own dtype (fp16 on a CPU: in fp32). The result is the same but
-for one more rounding of each weight where x is fp16 or bf16. The order of sums depends on shapes, dtypes and the
-machine alone, so the same call gives the same bits.
+for one more rounding of each weight where x is fp16 or bf16, as in kernels that multiply in bf16. The order
+of sums depends on shapes, dtypes and the machine alone, so the same call gives the same bits.
 """
 
 from __future__ import annotations

@@ -109,6 +109,7 @@ struct Product {
     void* out;
     int64_t out_stride;
     void (*decode)(const Spec&, const uint8_t* data, int64_t begin, int64_t count, void* out, int32_t dtype);
+    int32_t way = 0;         // as a Tiler's `way` says
 };
 
 struct Multiplier {
@@ -117,7 +118,17 @@ struct Multiplier {
     void (*linear)(const Spec&, const Product&, int64_t first, int64_t end);
 };
 
+// The same for many vectors: rows are decoded into tiles first. `way` says of what kind, 0 where there are none for a format; `packed`
+// is how many floats x takes as `pack` leaves it, one vector at a time.
+struct Tiler {
+    int32_t (*way)(const Spec&, const Product&);
+    int64_t (*packed)(const Spec&, const Product&);
+    void (*pack)(const Spec&, const Product&, int64_t b, float* packed, float* gain);
+    void (*tiles)(const Spec&, const Product&, int64_t first, int64_t end);
+};
+
 NC_DECLARE(const Kernels, kernels);
+NC_DECLARE(const Tiler, tiler);
 NC_DECLARE(const Multiplier, multiplier);
 
 // The finalizer of splitmix64; keys for stochastic rounding are chains of it.

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "linear_bytes.h"
+#include "linear_pairs.h"
 
 namespace {
 
@@ -46,6 +47,9 @@ void prepare(const Spec& spec, Floats x, float* out, float* gain) {
     const Steps steps = Steps::of(spec);
     std::unique_ptr<float[]> buffer(x.dtype == F32 ? nullptr : new float[size_t(spec.numel)]);
     const float* from = load(x, 0, spec.numel, buffer.get());
+#if defined(__AVX512BF16__)
+    if (steps.direct && exact_pairs(spec, x.dtype)) return prepare_pairs(spec, steps, from, out, gain);
+#endif
     uint32_t most = 0;
     for (int64_t i = 0; i < spec.numel; ++i) most = std::max(most, as<uint32_t>(from[i]) & 0x7FFFFFFFu);
 #if defined(__AVX512VNNI__)

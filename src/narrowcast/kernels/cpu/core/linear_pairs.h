@@ -1,0 +1,86 @@
+// Rows of 4-bit codes times few vectors of bf16: codes are looked up as bf16 and multiplied in pairs (AVX-512 BF16).
+//
+// For codes whose values are exact in bf16. Steps and lanes are those of linear_codes.h, with two elements in a lane: vector J of a
+// step has elements 8 i + J and 8 i + J + 4 in lane i, as x has.
+
+#pragma once
+#include "brain_pairs.h"
+#include "linear_rows.h"
+
+#if defined(__AVX512BF16__)
+namespace {
+
+inline bool exact_pairs(const Spec& spec, int32_t dtype) {
+    if (dtype != B16 || !crossed(spec) || !levels_near_one(spec) || !__builtin_cpu_supports("avx512bf16")) return false;
+    uint32_t lower = 0;
+    for (int i = 0; spec.element == LEVELS && i < 16; ++i) lower |= as<uint32_t>(spec.levels[i]) & 0xFFFFu;
+    return lower == 0;
+}
+
+// Element 8 i + J is the lower half of lane i of vector J, and 8 i + J + 4 the upper one.
+inline void prepare_pairs(const Spec& spec, const Steps& steps, const float* x, float* out, float* gain) {
+    std::vector<float> wide(size_t(steps.all * steps.size));
+    std::vector<uint16_t> narrow;
+    std::memcpy(wide.data(), x, size_t(spec.numel) * 4);
+    *gain = 1.0f / narrow_near_one(wide, narrow);
+    for (int64_t step = 0; step < steps.all; ++step) {
+        uint16_t dealt[8 * LANES];
+        const uint16_t* from = &narrow[size_t(step * steps.size)];
+        for (int j = 0; j < 4; ++j) {
+            for (int i = 0; i < 2 * LANES; ++i) dealt[j * 2 * LANES + i] = from[i / 2 * 8 + j + i % 2 * 4];
+        }
+        std::memcpy(out + step * 4 * LANES, dealt, sizeof dealt);
+    }
+}
+
+template <int BATCH>
+__attribute__((noinline)) void multiply_pairs(__m512i table, const Steps& steps, Quad& quad, const float* x, int64_t x_stride, float* y,
+                                              int64_t ahead) {
+    __m512 total[ROWS][BATCH] = {};
+    const bool several = steps.blocks > 1;
+    int64_t step = 0;
+    for (int64_t block = 0; step < steps.all; block += steps.blocks) {
+        __m512 sum[ROWS][BATCH] = {};
+        for (const int64_t end = std::min(step + steps.flush, steps.all); step < end; ++step) {
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r) {
+                const uint8_t* at = step < steps.whole ? quad.row[r] + step * 64 : quad.tail[r];
+                __builtin_prefetch(at + ahead, 0, 2);
+                const __m512i words = _mm512_loadu_si512(at);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; ++j) {
+                    const __m512bh weight = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, unsigned(4 * j)), table);
+#pragma GCC unroll 2
+                    for (int b = 0; b < BATCH; ++b) {
+                        const __m512bh some = (__m512bh)_mm512_loadu_ps(x + b * x_stride + (step * 4 + j) * LANES);
+                        sum[r][b] = _mm512_dpbf16_ps(sum[r][b], weight, some);
+                    }
+                }
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+            const __m512 scale = (__m512)for_lanes(&quad.scales[size_t(r * quad.stride + block)], several, quad.lanes);
+#pragma GCC unroll 2
+            for (int b = 0; b < BATCH; ++b) total[r][b] = _mm512_fmadd_ps(scale, sum[r][b], total[r][b]);
+        }
+    }
+    for (int r = 0; r < ROWS; ++r) {
+        for (int b = 0; b < BATCH; ++b) y[b * ROWS + r] = sum_lanes((Vector)total[r][b]);
+    }
+}
+
+// Rows with a scale far from one take the plain way.
+inline void mark_far(const Spec& spec, Quad& quad) {
+    for (int r = 0; r < ROWS; ++r) {
+        __mmask16 far = 0;
+        for (int64_t i = 0; i < spec.blocks; i += LANES) {
+            const __mmask16 there = spec.blocks - i >= LANES ? 0xFFFF : __mmask16((1u << (spec.blocks - i)) - 1);
+            far |= __mmask16(there & far_from_one(_mm512_loadu_ps(&quad.scales[size_t(r * quad.stride + i)])));
+        }
+        quad.plain[r] |= far != 0;
+    }
+}
+
+}  // namespace
+#endif

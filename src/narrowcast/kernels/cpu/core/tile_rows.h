@@ -1,0 +1,94 @@
+// 32 encoded rows on their way into tiles: their codes in words, turned so that a vector holds one word of 16 rows, and their scales.
+
+#pragma once
+#include "tile_x.h"
+
+#if defined(__AVX512BF16__)
+namespace {
+
+// Word i of row r and word r of row i change places.
+NC_FORCED void transpose(Bits (&at)[LANES]) {
+    __m512i a[LANES], b[LANES];
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i += 2) {
+        a[i] = _mm512_unpacklo_epi32((__m512i)at[i], (__m512i)at[i + 1]);
+        a[i + 1] = _mm512_unpackhi_epi32((__m512i)at[i], (__m512i)at[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4) {
+        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const __m512i first = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88), second = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xDD);
+        const __m512i third = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88), last = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xDD);
+        at[i] = (Bits)_mm512_shuffle_i32x4(first, third, 0x88);
+        at[i + 8] = (Bits)_mm512_shuffle_i32x4(first, third, 0xDD);
+        at[i + 4] = (Bits)_mm512_shuffle_i32x4(second, last, 0x88);
+        at[i + 12] = (Bits)_mm512_shuffle_i32x4(second, last, 0xDD);
+    }
+}
+
+// The rows of a tile: where they lie, and their scales, [block][row].
+struct Panel {
+    const uint8_t* row[PANEL];
+    uint8_t tail[PANEL][64];  // the codes of a partial last step, then zeros
+    std::vector<float> memory, zeros, read;
+    float* scales;  // on a cache line
+    Bits odd[2];
+    bool plain[PANEL];
+
+    explicit Panel(const Spec& spec) {
+        const size_t blocks = size_t(spec.blocks + 2 * LANES);
+        memory.resize(blocks * PANEL + LINE);
+        scales = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / 4;
+        read.resize(blocks * LANES);
+        if (spec.element == AFFINE) zeros.resize(blocks * PANEL);
+    }
+
+    void take(const Spec& spec, const Steps& steps, const uint8_t* data, int64_t stride, int64_t rows, int64_t bytes, bool pairs) {
+        const float limit = spec.element == AFFINE ? 0x1p119f : HUGE_VALF;  // decoding cuts products past the largest number
+        for (int r = 0; r < PANEL; ++r) {
+            row[r] = data + std::min<int64_t>(r, rows - 1) * stride;
+            plain[r] = false;
+            if (steps.all == steps.whole) continue;
+            const int64_t done = steps.whole * bytes;
+            std::memset(tail[r], 0, 64);
+            std::memcpy(tail[r], row[r] + done, size_t(spec.codes_bytes - done));
+        }
+        const int64_t step = spec.blocks + LANES;
+        for (int half = 0; half < PANEL; half += LANES) {
+            odd[half / LANES] = Bits{};
+            for (int r = 0; r < LANES; ++r) plain[half + r] = read_scales(spec, row[half + r], &read[size_t(r * step)], limit);
+            turn(spec, half, step, pairs);
+            if (spec.element != AFFINE) continue;
+            for (int r = 0; r < LANES; ++r) {
+                for (int64_t i = 0; i < spec.blocks; ++i) {
+                    zeros[size_t(i * PANEL + half + r)] = float(row[half + r][spec.zeros_offset + i]);
+                }
+            }
+        }
+    }
+
+   private:
+    void turn(const Spec& spec, int half, int64_t step, bool pairs) {
+        for (int64_t block = 0; block < spec.blocks; block += LANES) {
+            Bits some[LANES];
+            for (int r = 0; r < LANES; ++r) some[r] = ::read<Bits>(&read[size_t(r * step + block)]);
+            transpose(some);
+            uint32_t far = 0;
+            const int count = int(std::min<int64_t>(LANES, spec.blocks - block));
+            for (int i = 0; i < count; ++i) {
+                std::memcpy(scales + (block + i) * PANEL + half, &some[i], 64);
+                far |= far_from_one((__m512)some[i]);
+            }
+            for (int r = 0; r < LANES && pairs; ++r) plain[half + r] |= far >> r & 1;
+        }
+    }
+};
+
+}  // namespace
+#endif

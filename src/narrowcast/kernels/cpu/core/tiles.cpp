@@ -1,0 +1,106 @@
+// Products with many vectors, tile by tile (tile_x.h). Compiled once per instruction set; those without AVX-512 leave them
+// to others.
+
+#include <memory>
+
+#include "tile_codes.h"
+#include "tile_sums.h"
+
+namespace {
+
+#if defined(__AVX512BF16__)
+
+// 32 fp32 results of vector b, rounded to nearest even as in put_result.
+void put_panel(const Product& product, const float* y, const float* bias, int64_t b, int64_t row, int64_t rows) {
+    for (int half = 0; half < rows; half += LANES) {
+        const int64_t at = b * product.out_stride + row + half;
+        const __mmask16 there = rows - half >= LANES ? 0xFFFF : __mmask16((1u << (rows - half)) - 1);
+        __m512 value = _mm512_mul_ps(_mm512_load_ps(y + half), _mm512_set1_ps(product.gain[b]));
+        if (product.bias.data) value = _mm512_add_ps(value, _mm512_load_ps(bias + half));
+        if (product.x.dtype == F32) {
+            _mm512_mask_storeu_ps(static_cast<float*>(product.out) + at, there, value);
+        } else if (product.x.dtype == F16) {
+            const __m256i code = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+            _mm256_mask_storeu_epi16(static_cast<Half16*>(product.out) + at, there, code);
+        } else {
+            const __m512i bits = _mm512_castps_si512(value), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+            __m512i code = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
+            code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC0));
+            _mm512_mask_cvtepi32_storeu_epi16(static_cast<Half16*>(product.out) + at, there, code);
+        }
+    }
+}
+
+void finish_panel(const Spec& spec, const Product& product, const Panel& panel, int64_t row, int64_t rows, const float* y) {
+    alignas(64) float bias[PANEL] = {}, buffer[PANEL];
+    if (product.bias.data) std::memcpy(bias, load(product.bias, row, rows, buffer), size_t(rows) * 4);
+    for (int64_t b = 0; b < product.batch; ++b) put_panel(product, y + b * PANEL, bias, b, row, rows);
+    std::unique_ptr<float[]> again;
+    for (int64_t r = 0; r < rows; ++r) {
+        if (!panel.plain[r] && !(panel.odd[r / LANES][r % LANES] & 0x80808080u)) continue;
+        if (!again) again.reset(new float[size_t(product.batch * ROWS)]);
+        plainly(spec, product, panel.row[r], product.x, product.x_stride, 0, product.batch, again.get());
+        finish(product, row + r, 1, again.get());
+    }
+}
+
+template <class Code>
+void tile_rows(const Code& code, const Spec& spec, const Product& product, int64_t first, int64_t end) {
+    using Kind = typename Code::Kind;
+    const Steps steps = Steps::of<Code>(spec);
+    const Cut cut(steps, Kind::WAY);
+    const Groups groups(product.batch, Kind::WAY);
+    Panel panel(spec);
+    const size_t kept = size_t(cut.lines * LINE * PANEL), sums = size_t(product.batch * PANEL);
+    std::unique_ptr<float[]> memory(new float[kept + sums + LINE]);
+    float* words = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64 / 4;
+    float* y = words + kept;
+    for (int64_t row = first; row < end; row += PANEL) {
+        const int64_t rows = std::min<int64_t>(PANEL, end - row);
+        panel.take(spec, steps, product.data + row * product.stride, product.stride, rows, Code::BYTES, Kind::PER == 2);
+        std::fill(y, y + sums, 0.0f);
+        for (int64_t i = 0, step = 0; i < cut.tiles; ++i, step += cut.steps) {
+            const int64_t block = steps.blocks > 1 ? step * steps.blocks : step / steps.flush;
+            const Tile tile{words, panel.scales + block * PANEL, cut.lines_of(i), cut.segment};
+            decode_tile(code, steps, panel, step, std::min(steps.all, step + cut.steps), product.stride, words);
+            const float* x = product.prepared + i * cut.lines * product.batch * LINE;
+            for (int64_t group = 0; group < groups.count; ++group) {
+                const int64_t begin = groups.begin(group), size = groups.begin(group + 1) - begin;
+                add_group<Kind>(size, tile, x + begin * tile.lines * LINE, y + begin * PANEL, std::make_integer_sequence<int, Kind::GROUP>());
+            }
+        }
+        finish_panel(spec, product, panel, row, rows, y);
+    }
+}
+
+// Which kind of words tiles have for this format, dtype and batch; 0: there are no tiles for it.
+int32_t way(const Spec& spec, const Product& product) {
+    if (!Steps::of(spec).direct || !with_words(spec, Single::WAY, [](const auto&) {})) return 0;
+    if (product.x.dtype != B16 || !__builtin_cpu_supports("avx512bf16")) return Single::WAY;
+    if (!fits_pairs(spec)) return 0;
+    return product.batch < MANY_VECTORS ? Pair::WAY : ScaledPair::WAY;
+}
+
+// Floats that x takes where it is packed.
+int64_t packed(const Spec& spec, const Product& product) {
+    return product.batch * Cut(Steps::of(spec), product.way).all_lines * LINE;
+}
+
+void tiles(const Spec& spec, const Product& product, int64_t first, int64_t end) {
+    with_words(spec, product.way, [&](const auto& code) { tile_rows(code, spec, product, first, end); });
+}
+
+#else
+
+int32_t way(const Spec&, const Product&) { return 0; }
+int64_t packed(const Spec&, const Product&) { return 0; }
+void pack(const Spec&, const Product&, int64_t, float*, float*) {}
+void tiles(const Spec&, const Product&, int64_t, int64_t) {}
+
+#endif
+
+}  // namespace
+
+namespace nc {
+const Tiler NC_NAMED_BY_ISA(tiler) = {::way, ::packed, ::pack, ::tiles};
+}  // namespace nc

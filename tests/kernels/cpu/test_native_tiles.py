@@ -1,0 +1,213 @@
+"""x W^T + b in tiles of decoded rows (AVX-512): right for all formats, batches and dtypes, whatever is beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import narrowcast as nc
+from cases import same_bits
+from narrowcast.codecs import Codec
+from narrowcast.kernels.cpu import batches, binding
+
+CPU = torch.device("cpu")
+ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+SMALLEST = {torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
+INTEGERS = ("int8", "int8:block=row", "int8:block=32", "int8:scale=e8m0", "int4", "int4:block=128", "int4:block=640")
+TABLES = ("nf4", "apot4", "apot8", "fp8_e4m3", "fp8_e5m2:block=32")
+RARER = ("int4:zero_point=true", "int8:zero_point=true", "int6", "int3", "int2", "sign")
+SPECS = (*INTEGERS, *TABLES, *RARER)
+MANY = 96
+"""Vectors of bf16 from which on weights are scaled before they are rounded: MANY_VECTORS of core/tile_x.h."""
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> binding.Native:
+    """Tiles for every batch."""
+    loaded, why = binding.load()
+    assert loaded is not None, why
+    if loaded.name != "native/avx512":
+        pytest.skip("tiles are for AVX-512")
+    monkeypatch.setattr(loaded, "tiles_from", dict.fromkeys(batches.TILES_FROM, 1))
+    monkeypatch.setattr(loaded, "max_batch", dict.fromkeys(batches.MAX_BATCH, 0))
+    return loaded
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def multiplied(kernel: binding.Native, codec: Codec, x: Tensor, data: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = torch.full((len(x), len(data)), 7.0, dtype=x.dtype)
+    assert kernel.linear(out, x, data, codec.recipe(CPU), bias), codec.spec
+    return out
+
+
+def limits(codec: Codec, x: Tensor, data: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The exact result in fp64, and how far a product in tiles may lie from it.
+
+    As for rows as they are (test_native_linear.py): numel + 8 roundings of fp32, and 2**-30 of the largest x times |w|
+    for what bf16's instruction takes for zero. Where x is bf16, weights may be rounded to bf16 once, to nearest: 2**-8
+    of each, times a little, for a scaled one was rounded to fp32 before.
+    """
+    numel = x.shape[1]
+    weight, wide = codec.decode(data, numel).double(), x.double()
+    exact, room = wide @ weight.t(), wide.abs() @ weight.abs().t()
+    rounded = 1.01 * 2.0**-8 * room if x.dtype == torch.bfloat16 else 0.0
+    fixed = wide.abs().amax(1, keepdim=True) * weight.abs().sum(1)
+    if bias is not None:
+        exact, room = exact + bias.double(), room + bias.double().abs()
+    error = 1.01 * (numel + 8) * 2.0**-24 * room + 2.0**-30 * fixed + numel * 2.0**-140 + rounded
+    return exact, error + ROUNDING[x.dtype] * (exact.abs() + error) + SMALLEST[x.dtype]
+
+
+def check(kernel: binding.Native, codec: Codec, x: Tensor, data: Tensor, bias: Tensor | None) -> None:
+    exact, room = limits(codec, x, data, bias)
+    found = multiplied(kernel, codec, x, data, bias).double()
+    worst = ((found - exact).abs() / room).max().item()
+    assert worst <= 1, (codec.spec, tuple(x.shape), len(data), x.dtype, worst)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_every_batch_is_within_the_bound(kernel: binding.Native, spec: str, dtype: torch.dtype) -> None:
+    codec = nc.codec(spec)
+    for batch in (*range(1, 10), 14, 15, 17, 33, MANY - 1, MANY, 511):
+        rows, numel = 1 + batch * 5 % 70, (1000, 64, 4104, 129, 640)[batch % 5]
+        bias = randn(rows, seed=9, dtype=(*ROUNDING, torch.float64)[batch % 4]) if batch % 3 else None
+        data = codec.encode(randn(rows, numel, seed=batch), 1)
+        check(kernel, codec, randn(batch, numel, seed=batch + 50, dtype=dtype), data, bias)
+
+
+def test_integers_are_exact_in_bf16_up_to_many_vectors(kernel: binding.Native) -> None:
+    for spec in ("int8", "int4", "int2", "sign", "int8:zero_point=true", "apot4", "fp8_e4m3"):
+        codec = nc.codec(spec)
+        data, x = codec.encode(randn(40, 256), 1), randn(MANY - 1, 256, dtype=torch.bfloat16)
+        weight, wide = codec.decode(data, 256).double(), x.double()
+        exact, room = wide @ weight.t(), wide.abs() @ weight.abs().t()
+        error = 1.01 * (256 + 8) * 2.0**-24 * room + 2.0**-30 * wide.abs().amax(1, keepdim=True) * weight.abs().sum(1)
+        off = (multiplied(kernel, codec, x, data).double() - exact).abs()
+        assert off.le(error + 2.0**-8 * (exact.abs() + error)).all(), spec
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("count", [20, MANY + 10])
+def test_a_vector_gives_the_same_bits_beside_any_others(kernel: binding.Native, dtype: torch.dtype, count: int) -> None:
+    most = 1e30 if dtype != torch.float16 else 1e3
+    for spec in SPECS:
+        codec = nc.codec(spec)
+        data, x = codec.encode(randn(37, 320), 1), randn(count, 320, dtype=dtype)
+        x[2] *= most
+        together = multiplied(kernel, codec, x, data)
+        least = 1 if count < MANY else MANY
+        for first, end in ((0, least), (3, 3 + least + 4), (5, 5 + least)):
+            assert same_bits(multiplied(kernel, codec, x[first:end], data), together[first:end].contiguous()), spec
+
+
+def test_rows_and_vectors_may_be_slices_of_larger_matrices(kernel: binding.Native) -> None:
+    for spec in SPECS:
+        codec = nc.codec(spec)
+        data, x, bias = codec.encode(randn(39, 200), 1), randn(9, 200), randn(39)
+        wide = torch.full((39, data.shape[1] + 5), 0xA5, dtype=torch.uint8)
+        wide[:, 3 : 3 + data.shape[1]] = data
+        every_other = torch.full((18, 411), 9.0)
+        every_other[::2, 1:401:2] = x
+        out = torch.full((9, 50), 7.0)
+        rows = wide[:, 3 : 3 + data.shape[1]]
+        assert kernel.linear(out[:, 4:43], every_other[::2, 1:401:2], rows, codec.recipe(CPU), bias)
+        expected = multiplied(kernel, codec, x, data, bias)
+        assert same_bits(out[:, 4:43].contiguous(), expected), spec
+        assert out[:, :4].eq(7).all(), spec
+        assert out[:, 43:].eq(7).all(), spec
+        part = multiplied(kernel, codec, x, data[4:37], bias[4:37])
+        assert same_bits(part, expected[:, 4:37].contiguous()), spec
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("batch", [9, MANY])
+def test_what_is_not_finite_spoils_its_own_results_alone(
+    kernel: binding.Native, dtype: torch.dtype, batch: int
+) -> None:
+    for spec in SPECS:
+        codec = nc.codec(spec)
+        clean, x = randn(40, 512), randn(batch, 512, dtype=dtype)
+        spoilt = clean.clone()
+        spoilt[1, 5], spoilt[34, 511] = float("nan"), float("inf")
+        expected = multiplied(kernel, codec, x, codec.encode(clean, 1))
+        found = multiplied(kernel, codec, x, codec.encode(spoilt, 1))
+        rest = [row for row in range(40) if row not in (1, 34)]
+        assert not found[:, [1, 34]].isfinite().any(), spec
+        assert same_bits(found[:, rest], expected[:, rest]), spec
+        x[1, 7], x[8, 300] = float("inf"), float("nan")
+        found = multiplied(kernel, codec, x, codec.encode(clean, 1))
+        kept = [b for b in range(batch) if b not in (1, 8)]
+        assert not found[[1, 8]].isfinite().any(), spec
+        assert same_bits(found[kept], expected[kept]), spec
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("magnitude", [0.0, 2.0**-140, 2.0**-110, 1e-30, 1e18, 1e30, 2.0**118])
+def test_x_of_any_magnitude(kernel: binding.Native, dtype: torch.dtype, magnitude: float) -> None:
+    for spec in SPECS:
+        codec = nc.codec(spec)
+        data = codec.encode(randn(5, 300) * (1e-4 if magnitude > 1 else 1e15), 1)
+        for batch in (3, MANY):
+            check(kernel, codec, (randn(batch, 300) * magnitude).to(dtype), data, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("magnitude", [0.0, 2.0**-140, 1e-30, 1e-12, 1e11, 1e25, 1e35])
+def test_weights_of_any_magnitude_are_within_the_bound(
+    kernel: binding.Native, dtype: torch.dtype, magnitude: float
+) -> None:
+    for spec in SPECS:
+        codec = nc.codec(spec)
+        weight = randn(35, 300)
+        weight[::3] *= magnitude
+        for batch in (3, MANY):
+            check(kernel, codec, randn(batch, 300, dtype=dtype) * 1e-3, codec.encode(weight, 1), None)
+
+
+def test_codes_without_a_level_stand_for_nan(kernel: binding.Native) -> None:
+    for spec, code in (("apot4", 0x0F), ("apot3", 0x07), ("levels:table=-1.0|0.0|0.5", 0x03)):
+        codec = nc.codec(spec)
+        data = codec.encode(randn(5, 256), 1)
+        data[3, 40] |= code
+        for dtype in ROUNDING:
+            for batch in (9, MANY):
+                found = multiplied(kernel, codec, randn(batch, 256, dtype=dtype), data)
+                assert found.isnan().tolist() == [[False, False, False, True, False]] * batch, spec
+
+
+def test_levels_that_bf16_cannot_hold_are_left_to_others(kernel: binding.Native) -> None:
+    codec = nc.codec("levels:table=-1.0|0.0|1e-30|0.5")
+    data = codec.encode(randn(5, 256), 1)
+    x = randn(9, 256, dtype=torch.bfloat16)
+    assert not kernel.linear(torch.empty(9, 5, dtype=torch.bfloat16), x, data, codec.recipe(CPU), None)
+    check(kernel, codec, x.float(), data, None)
+
+
+def test_results_past_the_largest_half_are_infinite_as_in_torch(kernel: binding.Native) -> None:
+    for dtype, magnitude in ((torch.float16, 300.0), (torch.bfloat16, 1.5e19)):
+        codec = nc.codec("int8:scale=fp32")
+        x = torch.full((2, 64), magnitude, dtype=dtype)
+        x[1] *= -1
+        data = codec.encode(torch.full((1, 64), magnitude))
+        assert multiplied(kernel, codec, x, data).flatten().tolist() == [float("inf"), -float("inf")]
+
+
+def test_the_number_of_threads_changes_no_bit(kernel: binding.Native) -> None:
+    before = torch.get_num_threads()
+    try:
+        for spec in ("int8:block=row", "int4", "nf4"):
+            codec = nc.codec(spec)
+            data = codec.encode(randn(1030, 1024), 1)
+            for dtype in ROUNDING:
+                x, results = randn(21, 1024, dtype=dtype), []
+                for threads in (1, 2, 5):
+                    torch.set_num_threads(threads)
+                    results.append(multiplied(kernel, codec, x, data))
+                assert all(same_bits(result, results[0]) for result in results), spec
+    finally:
+        torch.set_num_threads(before)
