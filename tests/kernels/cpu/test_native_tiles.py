@@ -80,6 +80,14 @@ def test_every_batch_is_within_the_bound(kernel: binding.Native, spec: str, dtyp
         check(kernel, codec, randn(batch, numel, seed=batch + 50, dtype=dtype), data, bias)
 
 
+@pytest.mark.parametrize("spec", ["fp8_e4m3:scale=none", "fp8_e5m2:scale=none"])
+def test_rows_without_scales_are_left_to_others(kernel: binding.Native, spec: str) -> None:
+    codec, x = nc.codec(spec), randn(9, 40)
+    data, out = codec.encode(randn(7, 40), 1), torch.full((9, 7), 7.0)
+    assert not kernel.linear(out, x, data, codec.recipe(CPU), None)
+    assert out.eq(7.0).all()
+
+
 def test_integers_are_exact_in_bf16_up_to_many_vectors(kernel: binding.Native) -> None:
     for spec in ("int8", "int4", "int2", "sign", "int8:zero_point=true", "apot4", "fp8_e4m3"):
         codec = nc.codec(spec)

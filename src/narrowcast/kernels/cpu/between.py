@@ -33,7 +33,7 @@ class Between:
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x + delta [batch, width], and its norm."""
         batch, width = x.shape
-        out = torch.empty(batch, width, dtype=x.dtype)
+        out = torch.empty(batch, width, dtype=x.dtype, device="cpu")
         total = x if delta is None else torch.empty_like(out)
         added = (None, 0) if delta is None else (delta.data_ptr(), delta.stride(0))
         given = DTYPES[x.dtype], batch, width, x.data_ptr(), x.stride(0), *added, weight.data_ptr(), eps
@@ -42,7 +42,7 @@ class Between:
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up."""
-        out = torch.empty(gate.shape, dtype=gate.dtype)
+        out = torch.empty(gate.shape, dtype=gate.dtype, device="cpu")
         given = DTYPES[gate.dtype], *gate.shape, gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0)
         check(self._nc_gate(*given, out.data_ptr(), self._isa))
         return out
@@ -58,7 +58,7 @@ class Between:
         cache_values: Tensor,
     ) -> Tensor:
         """As Kernels.attend (generate/kernels.py): all positions up to `at` [batch] of each sequence."""
-        out = torch.empty(queries.shape, dtype=queries.dtype)
+        out = torch.empty(queries.shape, dtype=queries.dtype, device="cpu")
         held, size = _layout(tuple(cache_keys.shape), cache_keys.stride(), queries.shape[1]), cache_keys.shape[3]
         strides = (c_int64 * 3)(queries.stride(0), keys.stride(0), values.stride(0))
         given = queries.data_ptr(), keys.data_ptr(), values.data_ptr(), ctypes.addressof(strides)

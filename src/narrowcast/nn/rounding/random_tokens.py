@@ -117,7 +117,8 @@ def _tables(model: nn.Module) -> list[Any]:
 
 def _tokens(model: nn.Module) -> Tensor:
     rows = max(table.num_embeddings for table in _tables(model))
-    return torch.randint(rows, (BATCH, LENGTH), dtype=torch.int64, generator=torch.Generator().manual_seed(SEED))
+    generator = torch.Generator("cpu").manual_seed(SEED)
+    return torch.randint(rows, (BATCH, LENGTH), dtype=torch.int64, device="cpu", generator=generator)
 
 
 def _targets(
