@@ -75,7 +75,7 @@ void tile_rows(const Code& code, const Spec& spec, const Product& product, int64
 
 // Which kind of words tiles have for this format, dtype and batch; 0: there are no tiles for it.
 int32_t way(const Spec& spec, const Product& product) {
-    if (spec.scale == NO_SCALE || !Steps::of(spec).direct) return 0;
+    if (spec.scale == NO_SCALE || !Steps::of(spec).direct) return 0;  // a Panel holds scales of blocks, and these rows have none
     if (!with_words(spec, Single::WAY, [](const auto&) {})) return 0;
     if (product.x.dtype != B16 || !__builtin_cpu_supports("avx512bf16")) return Single::WAY;
     if (!fits_pairs(spec)) return 0;
