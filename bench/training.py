@@ -15,6 +15,7 @@ four ranks shares this machine's cores, so the many trainings of `quality` take 
     quality   loss on text that is never trained on, after the same steps from the same weights on the same batches, for
               several seeds: real DDP on the loopback interface. `to fp32` pairs runs of the same seed. A curve's points
               before the last are taken on a quarter of that text.
+    sweep     `quality` at several learning rates (`--learning-rates 1e-3,2e-3`), and each method at its best one.
     race      loss after the same seconds in a network in a box: each method makes as many steps as `speed` at that rate
               says it can (`--seconds 40`), with the learning rate's schedule over these steps. One seed. Methods
               whose time a step, or that of their warm-up, was not taken are left out.
@@ -52,6 +53,7 @@ import training_meetings  # noqa: E402
 import training_plots  # noqa: E402
 import training_ranks  # noqa: E402
 import training_report  # noqa: E402
+import training_sweep  # noqa: E402
 from machine import sentence  # noqa: E402
 from narrowcast.byte_gpt import GPTConfig  # noqa: E402
 from narrowcast.netlab.tcp import choose  # noqa: E402
@@ -64,7 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"config": asdict(GPTConfig(layers=1, width=32, heads=2, context=32)), "batch": 2, "rate": 3e-3},
 }
 """Shape, sequences a step and rank, and learning rate; `tiny` is for trying the bench itself."""
-PARTS = ("speed", "quality", "race", "arrival", "memory", "report")
+PARTS = ("speed", "quality", "sweep", "race", "arrival", "memory", "report")
 SPEED = (
     *("fp32", "fp16 hook", "PowerSGD 1", "PowerSGD 4", "per-tensor hook"),
     *("int8", "int4+EF", "int2+EF", "int2", "sign+EF", "momentum sign", "auto", "no exchange"),
@@ -148,6 +150,19 @@ def quality(given: argparse.Namespace, results: Results, progress: Progress) -> 
             progress.advance(bar)
 
 
+def sweep(given: argparse.Namespace, results: Results, progress: Progress) -> None:
+    methods = [name for name in METHODS if name in given.methods and name not in NOT_TRAINED]
+    bar = progress.add_task("sweep", total=len(methods) * given.seeds * len(given.learning_rates))
+    for seed, rate, name in itertools.product(range(given.seeds), given.learning_rates, methods):
+        key = f"sweep/{given.quality_model}/{name}/{rate}/{seed}"
+        settings = {**MODELS[given.quality_model], "rate": float(rate), "steps": given.steps, "ranks": RANKS}
+        progress.update(bar, description=key)
+        if results.missing(key, settings):
+            job = {"part": "quality", **settings, "method": name, "seeds": [seed]}
+            results.add(key, settings, _trained(job, progress))
+        progress.advance(bar)
+
+
 def race(given: argparse.Namespace, results: Results, progress: Progress) -> None:
     methods = [name for name in METHODS if name in given.methods and name not in NOT_TRAINED]
     bar = progress.add_task("race", total=len(methods) * len(given.rates))
@@ -207,6 +222,7 @@ def write(cells: dict[str, Any], folder: Path, about: str, name: str = "training
     folder.mkdir(parents=True, exist_ok=True)
     lines = training_report.tables(cells, about)
     for model in MODELS:
+        lines += training_sweep.sweep_section(cells, model)
         lines += training_meetings.meetings_section(cells, model) + training_meetings.race_section(cells, model)
         lines += training_meetings.arrival_section(cells, model)
         drawn = name == "training" and model in training_report.trained(cells)
@@ -223,6 +239,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=600, help="of each training in `quality`")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", default="100mbit,1gbit")
+    parser.add_argument("--learning-rates", default="5e-4,1e-3,2e-3", help="of `sweep`")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each method in `speed`")
     parser.add_argument("--seconds", type=float, default=40, help="of each training in `race`")
     here = [name for name, method in METHODS.items() if method.kind != "torchft" or find_spec("torchft")]
@@ -235,7 +252,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--note", default="", help="a sentence for the head of training.md")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    for name, known in (("only", PARTS), ("methods", METHODS), ("speed_models", MODELS), ("rates", None)):
+    lists = {"only": PARTS, "methods": METHODS, "speed_models": MODELS, "rates": None, "learning_rates": None}
+    for name, known in lists.items():
         words = getattr(given, name).split(",")
         if known and (wrong := set(words) - set(known)):
             parser.error(f"--{name.replace('_', '-')}: there is no {sorted(wrong)}; there are {list(known)}")
@@ -250,7 +268,7 @@ def main() -> None:
         return
     results = Results(given.out / f"{given.name}.json", given.again)
     with Progress(console=Console(stderr=True)) as progress:
-        for part in (speed, quality, race, arrival, memory):
+        for part in (speed, quality, sweep, race, arrival, memory):
             if part.__name__ in given.only:
                 part(given, results, progress)
     if "report" in given.only:

@@ -18,6 +18,7 @@ import ranks
 import narrowcast as nc
 import training_meetings as meetings
 import training_report as report
+import training_sweep as sweep
 from training import Results, write
 from training_methods import METHODS, attach
 
@@ -190,3 +191,19 @@ def test_the_per_tensor_hook_averages_to_half_a_step_of_each_ranks_grid() -> Non
     steps = [(part.max().clamp(min=0) - part.min().clamp(max=0)).item() / 255 for part in alone]
     error = (averaged[0] - alone.mean(0)).abs().max().item()
     assert 0 < error <= sum(steps) / 2 * 1.001
+
+
+def test_a_sweep_compares_each_way_at_its_best_rate_over_the_seeds_of_both() -> None:
+    def swept(name: str, rate: str, *losses: float) -> dict[str, Any]:
+        return {f"sweep/small/{name}/{rate}/{seed}": run(loss) for seed, loss in enumerate(losses)}
+
+    found = swept("fp32", "1e-3", 2.0, 4.0) | swept("fp32", "2e-3", 2.2, 4.0)
+    found |= swept("int2", "1e-3", 2.2, 4.2) | swept("int2", "2e-3", 2.1, 4.0)
+    found |= swept("int2", "4e-3", 1.0)  # one seed is not a mean of two
+    found["sweep/small/int8/1e-3/0"] = {"settings": SETTINGS, "found": {"failed": "no"}}
+    text = "\n".join(sweep.sweep_section(found, "small"))
+    assert "|  | 1e-3 | 2e-3 | 4e-3 | to fp32 | to int2 | seeds |" in text
+    assert "| fp32 | **3.0000** | 3.1000 |  |  | -2.38% +-2.38 | 2 |" in text
+    assert "| int2 | 3.2000 | **3.0500** | 1.0000 | +2.50% +-2.50 |  | 2 |" in text
+    assert "int8" not in text
+    assert not sweep.sweep_section(found, "large")
