@@ -124,9 +124,21 @@ def with_other_norm(decoder: Decoder) -> None:
     decoder.model.layers[1].input_layernorm.weight = nn.Parameter(torch.ones(96).bfloat16().repeat_interleave(4)[::2])
 
 
-@pytest.mark.parametrize(
-    ("change", "why"), [(with_float_layer, "layer 1: Linear is no"), (with_other_norm, "layer 1: dt")]
-)
+def with_norm_of_another_class(decoder: Decoder) -> None:
+    class Own(nn.RMSNorm):
+        pass
+
+    decoder.model.layers[1].input_layernorm.__class__ = Own
+
+
+OBSTACLES = [
+    (with_float_layer, "layer 1: Linear is no"),
+    (with_other_norm, "layer 1: dtypes, shapes or strides"),
+    (with_norm_of_another_class, "layer 1: it, or a module of it, is of another class"),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), OBSTACLES)
 def test_what_the_core_does_not_take_goes_layer_by_layer_and_is_said(
     change: Callable[[Decoder], None], why: str, calls: list[int]
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from narrowcast.generate.cache import Cache
-from narrowcast.generate.decoder import Attention, Decoder, Layer
+from narrowcast.generate.decoder import MLP, Attention, Decoder, Layer
 from narrowcast.generate.kernels import Compiled, Kernels
 from narrowcast.kernels.cpu.binding import DTYPES, Native
 from narrowcast.kernels.cpu.layers import LayerParts, Layers, Product
@@ -42,13 +42,16 @@ class EncodedLayers:
 
 def whole_layers(decoder: Decoder, cache: Cache, kernels: Kernels) -> tuple[EncodedLayers | None, str]:
     """All layers as one call and "native", or None and the reason."""
+    if not isinstance(kernels, Compiled):
+        return None, f"what runs between products is {kernels.name}"
     core, dtype = kernel_for("cpu"), cache.keys.dtype
-    if not isinstance(kernels, Compiled) or not isinstance(core, Native):
-        return None, "what runs between products is not the compiled core's"
+    assert isinstance(core, Native)
     if cache.batch > core.max_batch[dtype]:
         return None, f"{cache.batch} sequences: for more than {core.max_batch[dtype]}, weights are decoded"
     parts, linears = [], []
     for number, layer in enumerate(decoder.model.layers):
+        if not is_plain(layer):
+            return None, f"layer {number}: it, or a module of it, is of another class than the decoder's own"
         assert isinstance(layer, Layer)
         own = linears_of(layer)
         for linear in own:
@@ -60,6 +63,14 @@ def whole_layers(decoder: Decoder, cache: Cache, kernels: Kernels) -> tuple[Enco
         parts.append(described)
         linears += own
     return EncodedLayers(Layers(core, dtype, parts), linears), "native"  # type: ignore[arg-type]
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is of the decoder's own classes, norms with weights included."""
+    if type(layer) is not Layer or type(layer.self_attn) is not Attention or type(layer.mlp) is not MLP:
+        return False
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    return all(type(norm) is nn.RMSNorm and norm.elementwise_affine for norm in norms)
 
 
 def linears_of(layer: Layer) -> list[nn.Module]:
