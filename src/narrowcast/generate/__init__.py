@@ -5,6 +5,7 @@ decoder.py    Decoder: the modules, under the names that checkpoints of transfor
 rotary.py     the angles by which queries and keys are turned
 cache.py      the keys and values of every position so far, in memory of a fixed size
 kernels.py    what is done between products: in plain torch, or in kernels for one token (the core's, Triton's)
+layers.py     all layers in one call of the compiled core, on a CPU
 fuse.py       products that share an input, as one product on joined rows
 sampling.py   the choice of the next token
 steps.py      one token after the other: eager, or one CUDA graph

@@ -9,6 +9,7 @@ know them; `fuse_` then joins the products that share an input. What `advance` d
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +108,16 @@ class Body(nn.Module):
         self.norm = nn.RMSNorm(shape.width, shape.norm_eps)
 
 
+class WholeLayers(Protocol):
+    """All layers in one call (layers.py)."""
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether a call would do what the layers do one by one."""
+
+    def __call__(self, x: Tensor, at: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+        """x [batch, width] at positions `at` through all layers: the two terms of what comes out."""
+
+
 class Decoder(nn.Module):
     """A decoder of a given shape."""
 
@@ -142,17 +153,30 @@ class Decoder(nn.Module):
             x = layer.mix(x + layer.self_attn.attend(queries, keys, values))
         return self.lm_head(self.model.norm(x[0, -1]))  # type: ignore[no-any-return]
 
-    def advance(self, tokens: Tensor, at: Tensor, cache: Cache, longest: int, kernels: Kernels | None = None) -> Tensor:
+    def advance(
+        self,
+        tokens: Tensor,
+        at: Tensor,
+        cache: Cache,
+        longest: int,
+        kernels: Kernels | None = None,
+        whole: WholeLayers | None = None,
+    ) -> Tensor:
         """Read one token of each sequence, `tokens` [batch] at positions `at` [batch]; the logits [batch, words].
 
-        `longest`: all positions are below it. `kernels`: by default plain torch.
+        `longest`: all positions are below it. `kernels`: by default plain torch. `whole`: in place of them, where it
+        takes the call.
         """
         chosen = kernels or Torch()
         x: Tensor = self.model.embed_tokens(tokens)
         delta: Tensor | None = None
-        place = chosen.place(at, self.turns_up_to(cache.positions, tokens.device), longest)
-        for number, layer in enumerate(self._layers()):
-            x, delta = self.step(layer, x, delta, cache.layer(number), place, chosen)
+        turns = self.turns_up_to(cache.positions, tokens.device)
+        if whole is not None and self.step is Layer.advance and whole.takes(x):
+            x, delta = whole(x, at, turns)
+        else:
+            place = chosen.place(at, turns, longest)
+            for number, layer in enumerate(self._layers()):
+                x, delta = self.step(layer, x, delta, cache.layer(number), place, chosen)
         return self.lm_head(chosen.add_norm(x, delta, self.model.norm)[1])  # type: ignore[no-any-return]
 
     def _layers(self) -> list[Layer]:

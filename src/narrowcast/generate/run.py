@@ -17,6 +17,7 @@ from narrowcast.errors import ShapeError
 from narrowcast.generate.cache import Cache
 from narrowcast.generate.decoder import Decoder
 from narrowcast.generate.kernels import kernels_for
+from narrowcast.generate.layers import whole_layers
 from narrowcast.generate.sampling import Sampling
 from narrowcast.generate.steps import Choice, Eager, Graph, Steps
 
@@ -68,6 +69,8 @@ class Generation:
         dtype = decoder.model.norm.weight.dtype
         self._cache = Cache(decoder.shape, len(self._prompts), longest, dtype, device)
         self._kernels = kernels_for(decoder, device)
+        self._whole, self.layers = whole_layers(decoder, self._cache, self._kernels)
+        """`layers`: "native" where all layers of a step are one call of the compiled core, or why they are not."""
         self._in_graph = cuda_graph and device.type == "cuda"
         self._started = False
         self.tokens: list[list[int]] = [[] for _ in self._prompts]
@@ -126,7 +129,7 @@ class Generation:
     def _make_steps(self, chosen: Tensor, generator: torch.Generator) -> Steps:
         lengths = [len(prompt) for prompt in self._prompts]
         at = torch.tensor(lengths, dtype=torch.int64, device=chosen.device)
-        choice = Choice(self._decoder, self._cache, self._kernels, self._sampling, generator)
+        choice = Choice(self._decoder, self._cache, self._kernels, self._sampling, generator, self._whole)
         if not self._in_graph:
             return Eager(choice, chosen, at, max(lengths))
         began = time.perf_counter()

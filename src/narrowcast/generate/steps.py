@@ -17,6 +17,7 @@ from narrowcast.errors import CaptureError
 from narrowcast.generate.cache import Cache
 from narrowcast.generate.decoder import Decoder
 from narrowcast.generate.kernels import Kernels
+from narrowcast.generate.layers import EncodedLayers
 from narrowcast.generate.sampling import Sampling
 from narrowcast.kernels.early import weights_written_long_ago
 
@@ -29,10 +30,12 @@ class Choice(NamedTuple):
     kernels: Kernels
     sampling: Sampling
     generator: torch.Generator
+    whole: EncodedLayers | None = None
+    """All layers in one call, on a CPU."""
 
     def next(self, tokens: Tensor, at: Tensor, longest: int) -> Tensor:
         with weights_written_long_ago():
-            logits = self.decoder.advance(tokens, at, self.cache, longest, self.kernels)
+            logits = self.decoder.advance(tokens, at, self.cache, longest, self.kernels, self.whole)
         return self.sampling.choose(logits, self.generator)
 
 

@@ -188,6 +188,17 @@ def test_codes_without_a_level_stand_for_nan(kernel: binding.Native) -> None:
                 assert found.isnan().tolist() == [[False, False, False, True, False]] * batch, spec
 
 
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_all_256_codes_of_a_byte_are_what_they_decode_to(kernel: binding.Native, dtype: torch.dtype) -> None:
+    """-128 too, which no encoder writes."""
+    codec = nc.codec("int8:block=64")
+    data = codec.encode(randn(33, 256), 1)
+    data[:, :256] = torch.stack([torch.arange(256).roll(row) for row in range(33)])
+    assert codec.decode(data, 256).eq(codec.decode(data, 256).amin()).any()
+    for batch in (1, 8, MANY):
+        check(kernel, codec, randn(batch, 256, seed=batch, dtype=dtype), data, None)
+
+
 def test_levels_that_bf16_cannot_hold_are_left_to_others(kernel: binding.Native) -> None:
     codec = nc.codec("levels:table=-1.0|0.0|1e-30|0.5")
     data = codec.encode(randn(5, 256), 1)

@@ -59,7 +59,7 @@ class Between:
     ) -> Tensor:
         """As Kernels.attend (generate/kernels.py): all positions up to `at` [batch] of each sequence."""
         out = torch.empty(queries.shape, dtype=queries.dtype, device="cpu")
-        held, size = _layout(tuple(cache_keys.shape), cache_keys.stride(), queries.shape[1]), cache_keys.shape[3]
+        held, size = cache_layout(cache_keys, queries.shape[1]), cache_keys.shape[3]
         strides = (c_int64 * 3)(queries.stride(0), keys.stride(0), values.stride(0))
         given = queries.data_ptr(), keys.data_ptr(), values.data_ptr(), ctypes.addressof(strides)
         where = turns.data_ptr(), at.data_ptr(), cache_keys.data_ptr(), cache_values.data_ptr(), out.data_ptr()
@@ -68,9 +68,13 @@ class Between:
         return out
 
 
+def cache_layout(keys: Tensor, queries: int) -> ctypes.Array[c_int64]:
+    """`CacheLayout` of core/between.h, for keys [batch, key_heads, positions, size] and so many elements of queries."""
+    return _layout(tuple(keys.shape), keys.stride(), queries)
+
+
 @lru_cache(maxsize=64)
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...], queries: int) -> ctypes.Array[c_int64]:
-    """`CacheLayout` of core/between.h."""
     batch, key_heads, positions, size = shape
     return (c_int64 * 8)(batch, queries // size, key_heads, size, positions, *strides[:3])
 

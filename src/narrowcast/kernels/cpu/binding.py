@@ -26,7 +26,7 @@ from narrowcast.kernels.moments import Step, second_recipe
 from narrowcast.kernels.reference import search
 from narrowcast.kernels.windows import LONGEST, Window
 
-ABI = 9
+ABI = 10
 ISAS = ("plain", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 LIBRARY = "_narrowcast_core"

@@ -3,7 +3,7 @@
 #include <memory>
 #include <vector>
 
-#include "core.h"
+#include "calls.h"
 #include "threads.h"
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -51,7 +51,7 @@ int32_t encode_large(const Kernels& k, const Spec& spec, Floats row, uint8_t* ou
 
 }  // namespace
 
-NC_EXPORT int32_t nc_abi() { return 9; }
+NC_EXPORT int32_t nc_abi() { return 10; }
 
 // The best of plain (0), avx2 (1) and avx512 (2) that this CPU runs.
 NC_EXPORT int32_t nc_best_isa() {
@@ -184,8 +184,9 @@ NC_EXPORT int32_t nc_linear(const Spec* spec, const uint8_t* data, int64_t strid
         }
         Product product{data, stride, Floats{x, dtype}, x_stride, batch, prepared, gain.get(),
                         Floats{bias, bias_dtype}, out, out_stride, NC_CHOOSE(kernels, isa).decode};
-        // A few tasks a thread, so that one that was held up leaves the rest to the others; whole fours of rows.
-        int64_t size = threads > 1 ? std::max<int64_t>(4, rows / (8 * threads) / 4 * 4) : rows;
+        // A few tasks a thread, so that one that was held up leaves the rest to the others; whole groups of rows.
+        constexpr int64_t GROUP = 16;
+        int64_t size = threads > 1 ? std::max(GROUP, rows / (8 * threads) / GROUP * GROUP) : rows;
         return parallel_in_team(ceil_div(rows, size), threads, [&](int64_t task) {
             m.linear(*spec, product, task * size, std::min(rows, (task + 1) * size));
         });

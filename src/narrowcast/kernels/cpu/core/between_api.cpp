@@ -1,6 +1,6 @@
 // The C ABI of what lies between products.
 
-#include "between.h"
+#include "calls.h"
 #include "threads.h"
 
 using namespace nc;

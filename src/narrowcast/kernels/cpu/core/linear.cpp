@@ -69,14 +69,15 @@ struct Sums {
 };
 
 template <class Code, int BATCH>
-__attribute__((noinline)) void multiply(const Code& code, const Steps& steps, Quad& quad, const float* x, int64_t x_stride, float* y, int64_t ahead) {
+__attribute__((noinline)) void multiply(const Code& code, const Steps& steps, RowGroup& group, int first, const float* x, int64_t x_stride, float* y,
+                                        int64_t ahead) {
     Sums<Code, BATCH> sums{};
     const bool several = steps.blocks > 1;
     int64_t step = 0;
     for (int64_t block = 0; step < steps.all; block += steps.blocks) {
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) {
-            if (Code::AFFINE_CODES) sums.zero[r] = for_lanes(&quad.zeros[size_t(r * quad.stride + block)], several, quad.lanes);
+            if (Code::AFFINE_CODES) sums.zero[r] = for_lanes(&group.zeros[size_t((first + r) * group.stride + block)], several, group.lanes);
 #pragma GCC unroll 4
             for (int b = 0; b < BATCH; ++b) sums.sum[r][b] = Vector{};
         }
@@ -84,48 +85,49 @@ __attribute__((noinline)) void multiply(const Code& code, const Steps& steps, Qu
             const uint8_t* at[ROWS];
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) {
-                at[r] = step < steps.whole ? quad.row[r] + step * Code::BYTES : quad.tail[r];
+                at[r] = step < steps.whole ? group.row[first + r] + step * Code::BYTES : group.tail[first + r];
                 __builtin_prefetch(at[r] + ahead, 0, 2);
             }
             sums.step(code, at, x + step * steps.size, x_stride, std::make_integer_sequence<int, Code::EACH>());
         }
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) {
-            const Vector scale = for_lanes(&quad.scales[size_t(r * quad.stride + block)], several, quad.lanes);
+            const Vector scale = for_lanes(&group.scales[size_t((first + r) * group.stride + block)], several, group.lanes);
 #pragma GCC unroll 4
             for (int b = 0; b < BATCH; ++b) sums.total[r][b] += scale * sums.sum[r][b];
         }
     }
     for (int r = 0; r < ROWS; ++r) {
-        for (int b = 0; b < BATCH; ++b) y[b * ROWS + r] = sum_lanes(sums.total[r][b]);
+        for (int b = 0; b < BATCH; ++b) y[b * GROUP_ROWS + r] = sum_lanes(sums.total[r][b]);
         if constexpr (Code::CHECKED) {
-            for (int i = 0; i < LANES; ++i) quad.plain[r] |= (sums.odd[r][i] & 0x80808080u) != 0;
+            for (int i = 0; i < LANES; ++i) group.plain[first + r] |= (sums.odd[r][i] & 0x80808080u) != 0;
         }
     }
 }
 
-// -- quads of rows -----------------------------------------------------------------------------------------------------------------
+// -- groups of rows ----------------------------------------------------------------------------------------------------------------
 
-// Four rows at a time: multiply(quad, y) gives the outputs of a quad, but for those that want the plain way.
+// A group of rows at a time: multiply(steps, group, first, y) gives the outputs of the quad that begins at row `first` of the group, but
+// for those that want the plain way. y is [vector][GROUP_ROWS].
 template <class Multiply>
-void in_quads(const Spec& spec, const Product& product, int64_t first, int64_t end, int64_t step_bytes, float limit,
+void in_groups(const Spec& spec, const Product& product, int64_t first, int64_t end, int64_t step_bytes, Range within,
                const Multiply& multiply) {
     const Steps steps = Steps::of(spec);
-    Quad quad(spec, steps);
-    std::vector<float> y(size_t(product.batch * ROWS));
+    RowGroup group(spec, steps);
+    std::vector<float> y(size_t(product.batch * GROUP_ROWS));
     auto plain = [&](int64_t r, int64_t from, int64_t to) {
-        plainly(spec, product, quad.row[r], product.x, product.x_stride, from, to, &y[size_t(r)]);
+        plainly(spec, product, group.row[r], product.x, product.x_stride, from, to, &y[size_t(r)]);
     };
-    for (int64_t row = first; row < end; row += ROWS) {
-        const int64_t rows = std::min<int64_t>(ROWS, end - row);
-        quad.take(spec, steps, product.data + row * product.stride, product.stride, rows, step_bytes, limit);
-        multiply(steps, quad, y.data());
+    for (int64_t row = first; row < end; row += GROUP_ROWS) {
+        const int64_t rows = std::min<int64_t>(GROUP_ROWS, end - row);
+        group.take(spec, steps, product.data + row * product.stride, product.stride, rows, step_bytes, within);
+        for (int quad = 0; quad < rows; quad += ROWS) multiply(steps, group, quad, y.data());
         for (int64_t b = 0; b < product.batch; ++b) {
-            for (int r = 0; r < ROWS; ++r) y[size_t(b * ROWS + r)] *= product.gain[b];
+            for (int r = 0; r < GROUP_ROWS; ++r) y[size_t(b * GROUP_ROWS + r)] *= product.gain[b];
             for (int64_t r = 0; r < rows && product.gain[b] == 0.0f; ++r) plain(r, b, b + 1);
         }
         for (int64_t r = 0; r < rows; ++r) {
-            if (quad.plain[r]) plain(r, 0, product.batch);
+            if (group.plain[r]) plain(r, 0, product.batch);
         }
         finish(product, row, rows, y.data());
     }
@@ -134,15 +136,16 @@ void in_quads(const Spec& spec, const Product& product, int64_t first, int64_t e
 template <class Code>
 void direct_rows(const Code& code, const Spec& spec, const Product& product, int64_t first, int64_t end) {
     const int64_t length = prepared(spec), ahead = fetch_ahead(product.stride);
-    const float limit = spec.element == AFFINE ? 0x1p119f : HUGE_VALF;  // decoding cuts products past the largest number
-    in_quads(spec, product, first, end, Code::BYTES, limit, [&](const Steps& steps, Quad& quad, float* y) {
+    const Range within{0.0f, spec.element == AFFINE ? 0x1p119f : HUGE_VALF};  // decoding cuts products past the largest number
+    in_groups(spec, product, first, end, Code::BYTES, within, [&](const Steps& steps, RowGroup& group, int quad, float* y) {
         for (int64_t b = 0, next; b < product.batch; b = next) {
             const float* x = product.prepared + b * length;
             const int64_t left = product.batch - b;
+            float* of = y + b * GROUP_ROWS + quad;
             next = b + (left >= 4 ? 4 : left >= 2 ? 2 : 1);
-            if (left >= 4) multiply<Code, 4>(code, steps, quad, x, length, y + b * ROWS, ahead);
-            else if (left >= 2) multiply<Code, 2>(code, steps, quad, x, length, y + b * ROWS, ahead);
-            else multiply<Code, 1>(code, steps, quad, x, length, y + b * ROWS, ahead);
+            if (left >= 4) multiply<Code, 4>(code, steps, group, quad, x, length, of, ahead);
+            else if (left >= 2) multiply<Code, 2>(code, steps, group, quad, x, length, of, ahead);
+            else multiply<Code, 1>(code, steps, group, quad, x, length, of, ahead);
         }
     });
 }
@@ -151,21 +154,21 @@ void direct_rows(const Code& code, const Spec& spec, const Product& product, int
 template <class Code>
 void byte_rows(const Code& code, const Spec& spec, const Product& product, int64_t first, int64_t end) {
     const int64_t length = prepared(spec), ahead = fetch_ahead(product.stride);
-    auto some = [&](auto rows, auto batch, const Steps& steps, Quad& quad, int row, int64_t b, float* y) {
+    auto some = [&](auto rows, auto batch, const Steps& steps, const RowGroup& group, int row, int64_t b, float* y) {
         auto by = multiply_bytes<Code, rows(), batch(), 0>;
         if (steps.flush == 1) by = multiply_bytes<Code, rows(), batch(), 1>;
         if (steps.flush == 2) by = multiply_bytes<Code, rows(), batch(), 2>;
-        by(code, steps, quad, row, product.prepared + b * length, 4 * length, y + b * ROWS, ahead);
+        by(code, steps, group, row, product.prepared + b * length, 4 * length, y + b * GROUP_ROWS, ahead);
     };
     constexpr Constant<1> one;
     constexpr Constant<2> two;
     constexpr Constant<ROWS> four;
-    in_quads(spec, product, first, end, Code::BYTES, 0x1p60f, [&](const Steps& steps, Quad& quad, float* y) {
+    in_groups(spec, product, first, end, Code::BYTES, {0.0f, 0x1p60f}, [&](const Steps& steps, RowGroup& group, int quad, float* y) {
         int64_t b = 0;
         for (; b + 2 <= product.batch; b += 2) {
-            for (int row = 0; row < ROWS; row += 2) some(two, two, steps, quad, row, b, y);
+            for (int row = 0; row < ROWS; row += 2) some(two, two, steps, group, quad + row, b, y);
         }
-        if (b < product.batch) some(four, one, steps, quad, 0, b, y);
+        if (b < product.batch) some(four, one, steps, group, quad, b, y);
     });
 }
 #endif
@@ -174,13 +177,12 @@ void byte_rows(const Code& code, const Spec& spec, const Product& product, int64
 void pair_rows(const Spec& spec, const Product& product, int64_t first, int64_t end) {
     const int64_t length = prepared(spec), ahead = fetch_ahead(product.stride);
     const __m512i table = twice_in_bf16(spec);
-    in_quads(spec, product, first, end, 64, HUGE_VALF, [&](const Steps& steps, Quad& quad, float* y) {
-        mark_far(spec, quad);
+    in_groups(spec, product, first, end, 64, {1.0f / FAR_SCALE, FAR_SCALE}, [&](const Steps& steps, RowGroup& group, int quad, float* y) {
+        auto x = [&](int64_t b) { return product.prepared + b * length; };
+        auto of = [&](int64_t b) { return y + b * GROUP_ROWS + quad; };
         int64_t b = 0;
-        for (; b + 2 <= product.batch; b += 2) {
-            multiply_pairs<2>(table, steps, quad, product.prepared + b * length, length, y + b * ROWS, ahead);
-        }
-        if (b < product.batch) multiply_pairs<1>(table, steps, quad, product.prepared + b * length, length, y + b * ROWS, ahead);
+        for (; b + 2 <= product.batch; b += 2) multiply_pairs<2>(table, steps, group, quad, x(b), length, of(b), ahead);
+        if (b < product.batch) multiply_pairs<1>(table, steps, group, quad, x(b), length, of(b), ahead);
     });
 }
 #endif
@@ -197,7 +199,7 @@ void linear(const Spec& spec, const Product& product, int64_t first, int64_t end
         return with_code(spec, [&](const auto& code) { direct_rows(code, spec, product, first, end); });
     }
     const int64_t length = prepared(spec);
-    std::vector<float> y(size_t(product.batch * ROWS));
+    std::vector<float> y(size_t(product.batch * GROUP_ROWS));
     for (int64_t row = first; row < end; ++row) {
         const uint8_t* data = product.data + row * product.stride;
         plainly(spec, product, data, Floats{product.prepared, F32}, length, 0, product.batch, y.data());

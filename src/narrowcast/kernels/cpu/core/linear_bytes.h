@@ -199,7 +199,7 @@ struct ByteSums {
 
 // FLUSH is steps.flush where that is 1 or 2, as with blocks of up to two steps, for it makes a loop less; else 0.
 template <class Code, int ROWS_, int BATCH, int FLUSH>
-__attribute__((noinline)) void multiply_bytes(const Code& code, const Steps& steps, Quad& quad, int first, const void* x,
+__attribute__((noinline)) void multiply_bytes(const Code& code, const Steps& steps, const RowGroup& group, int first, const void* x,
                                               int64_t x_stride, float* y, int64_t ahead) {
     const int8_t *digits = static_cast<const int8_t*>(x), *begins = digits + digits_bytes(steps);
     ByteSums<Code, ROWS_, BATCH> sums;
@@ -207,18 +207,18 @@ __attribute__((noinline)) void multiply_bytes(const Code& code, const Steps& ste
     const float *scales[ROWS_], *zeros[ROWS_];
     const uint8_t* rows[ROWS_];
     for (int r = 0; r < ROWS_; ++r) {
-        rows[r] = quad.row[first + r];
-        scales[r] = quad.scales.data() + (first + r) * quad.stride;
-        zeros[r] = quad.zeros.data() + (first + r) * quad.stride;
+        rows[r] = group.row[first + r];
+        scales[r] = group.scales.data() + (first + r) * group.stride;
+        zeros[r] = group.zeros.data() + (first + r) * group.stride;
     }
     const bool several = steps.blocks > 1;
     const int64_t all = steps.all, whole = steps.whole, flush = steps.flush, blocks = steps.blocks;
-    const Bits lanes = quad.lanes;
+    const Bits lanes = group.lanes;
     auto step_of = [&](int64_t step) __attribute__((always_inline)) {
         const uint8_t* at[ROWS_];
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS_; ++r) {
-            at[r] = step < whole ? rows[r] + step * Code::BYTES : quad.tail[first + r];
+            at[r] = step < whole ? rows[r] + step * Code::BYTES : group.tail[first + r];
             __builtin_prefetch(at[r] + ahead, 0, 2);
         }
         const int8_t* some = digits + step * (64 * Code::FIELDS * DIGITS);
@@ -245,8 +245,13 @@ __attribute__((noinline)) void multiply_bytes(const Code& code, const Steps& ste
             }
         } while (!FLUSH && step < block_end);
     }
-    for (int r = 0; r < ROWS_; ++r) {
-        for (int b = 0; b < BATCH; ++b) y[b * ROWS + first + r] = sum_lanes(total[r][b]);
+    for (int b = 0; b < BATCH; ++b) {
+        if constexpr (ROWS_ == ROWS) {
+            const Vector of[ROWS] = {total[0][b], total[1][b], total[2][b], total[3][b]};
+            sum_quad(of, y + b * GROUP_ROWS + first);
+        } else {
+            for (int r = 0; r < ROWS_; ++r) y[b * GROUP_ROWS + first + r] = sum_lanes(total[r][b]);
+        }
     }
 }
 

@@ -63,6 +63,22 @@ NC_FORCED float sum_lanes(Vector x) {
 #endif
 }
 
+// The sums of four vectors' lanes, each as sum_lanes adds them.
+NC_FORCED void sum_quad(const Vector (&x)[4], float* out) {
+#if defined(__AVX512F__)
+    __m128 q[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+        const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x[r]), _mm512_extractf32x8_ps((__m512)x[r], 1));
+        q[r] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    }
+    _MM_TRANSPOSE4_PS(q[0], q[1], q[2], q[3]);
+    _mm_storeu_ps(out, _mm_add_ps(_mm_add_ps(q[0], q[2]), _mm_add_ps(q[1], q[3])));
+#else
+    for (int r = 0; r < 4; ++r) out[r] = sum_lanes(x[r]);
+#endif
+}
+
 // (bits & mask) ^ flip
 NC_FORCED Bits cut_and_flip(Bits bits, uint32_t mask, uint32_t flip) {
 #if defined(__AVX512F__)

@@ -33,23 +33,29 @@ inline void prepare_pairs(const Spec& spec, const Steps& steps, const float* x, 
     }
 }
 
+// The quad of rows from `first` on times BATCH vectors.
 template <int BATCH>
-__attribute__((noinline)) void multiply_pairs(__m512i table, const Steps& steps, Quad& quad, const float* x, int64_t x_stride, float* y,
-                                              int64_t ahead) {
+__attribute__((noinline)) void multiply_pairs(__m512i table, const Steps& steps, const RowGroup& group, int first, const float* x,
+                                              int64_t x_stride, float* y, int64_t ahead) {
     __m512 total[ROWS][BATCH] = {};
     const bool several = steps.blocks > 1;
+    const float* scales = &group.scales[size_t(first * group.stride)];
     int64_t step = 0;
     for (int64_t block = 0; step < steps.all; block += steps.blocks) {
         __m512 sum[ROWS][BATCH] = {};
         for (const int64_t end = std::min(step + steps.flush, steps.all); step < end; ++step) {
+            __m512i words[ROWS];
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) {
-                const uint8_t* at = step < steps.whole ? quad.row[r] + step * 64 : quad.tail[r];
+                const uint8_t* at = step < steps.whole ? group.row[first + r] + step * 64 : group.tail[first + r];
                 __builtin_prefetch(at + ahead, 0, 2);
-                const __m512i words = _mm512_loadu_si512(at);
+                words[r] = _mm512_loadu_si512(at);
+            }
 #pragma GCC unroll 4
-                for (int j = 0; j < 4; ++j) {
-                    const __m512bh weight = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, unsigned(4 * j)), table);
+            for (int j = 0; j < 4; ++j) {
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; ++r) {
+                    const __m512bh weight = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words[r], unsigned(4 * j)), table);
 #pragma GCC unroll 2
                     for (int b = 0; b < BATCH; ++b) {
                         const __m512bh some = (__m512bh)_mm512_loadu_ps(x + b * x_stride + (step * 4 + j) * LANES);
@@ -60,25 +66,14 @@ __attribute__((noinline)) void multiply_pairs(__m512i table, const Steps& steps,
         }
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) {
-            const __m512 scale = (__m512)for_lanes(&quad.scales[size_t(r * quad.stride + block)], several, quad.lanes);
+            const __m512 scale = (__m512)for_lanes(scales + r * group.stride + block, several, group.lanes);
 #pragma GCC unroll 2
             for (int b = 0; b < BATCH; ++b) total[r][b] = _mm512_fmadd_ps(scale, sum[r][b], total[r][b]);
         }
     }
-    for (int r = 0; r < ROWS; ++r) {
-        for (int b = 0; b < BATCH; ++b) y[b * ROWS + r] = sum_lanes((Vector)total[r][b]);
-    }
-}
-
-// Rows with a scale far from one take the plain way.
-inline void mark_far(const Spec& spec, Quad& quad) {
-    for (int r = 0; r < ROWS; ++r) {
-        __mmask16 far = 0;
-        for (int64_t i = 0; i < spec.blocks; i += LANES) {
-            const __mmask16 there = spec.blocks - i >= LANES ? 0xFFFF : __mmask16((1u << (spec.blocks - i)) - 1);
-            far |= __mmask16(there & far_from_one(_mm512_loadu_ps(&quad.scales[size_t(r * quad.stride + i)])));
-        }
-        quad.plain[r] |= far != 0;
+    for (int b = 0; b < BATCH; ++b) {
+        const Vector of[ROWS] = {(Vector)total[0][b], (Vector)total[1][b], (Vector)total[2][b], (Vector)total[3][b]};
+        sum_quad(of, y + b * GROUP_ROWS);
     }
 }
 

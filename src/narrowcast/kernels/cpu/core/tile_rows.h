@@ -53,7 +53,6 @@ struct Panel {
         const float limit = spec.element == AFFINE ? 0x1p119f : HUGE_VALF;  // decoding cuts products past the largest number
         for (int r = 0; r < PANEL; ++r) {
             row[r] = data + std::min<int64_t>(r, rows - 1) * stride;
-            plain[r] = false;
             if (steps.all == steps.whole) continue;
             const int64_t done = steps.whole * bytes;
             std::memset(tail[r], 0, 64);
@@ -62,7 +61,7 @@ struct Panel {
         const int64_t step = spec.blocks + LANES;
         for (int half = 0; half < PANEL; half += LANES) {
             odd[half / LANES] = Bits{};
-            for (int r = 0; r < LANES; ++r) plain[half + r] = read_scales(spec, row[half + r], &read[size_t(r * step)], limit);
+            read_scales(spec, row + half, LANES, read.data(), step, {0.0f, limit}, plain + half);
             turn(spec, half, step, pairs);
             if (spec.element != AFFINE) continue;
             for (int r = 0; r < LANES; ++r) {

@@ -10,24 +10,12 @@ namespace {
 
 #if defined(__AVX512BF16__)
 
-// 32 fp32 results of vector b, rounded to nearest even as in put_result.
+// 32 fp32 results of vector b.
 void put_panel(const Product& product, const float* y, const float* bias, int64_t b, int64_t row, int64_t rows) {
     for (int half = 0; half < rows; half += LANES) {
-        const int64_t at = b * product.out_stride + row + half;
-        const __mmask16 there = rows - half >= LANES ? 0xFFFF : __mmask16((1u << (rows - half)) - 1);
         __m512 value = _mm512_mul_ps(_mm512_load_ps(y + half), _mm512_set1_ps(product.gain[b]));
         if (product.bias.data) value = _mm512_add_ps(value, _mm512_load_ps(bias + half));
-        if (product.x.dtype == F32) {
-            _mm512_mask_storeu_ps(static_cast<float*>(product.out) + at, there, value);
-        } else if (product.x.dtype == F16) {
-            const __m256i code = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-            _mm256_mask_storeu_epi16(static_cast<Half16*>(product.out) + at, there, code);
-        } else {
-            const __m512i bits = _mm512_castps_si512(value), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-            __m512i code = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
-            code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC0));
-            _mm512_mask_cvtepi32_storeu_epi16(static_cast<Half16*>(product.out) + at, there, code);
-        }
+        put_results(value, rows - half, product.out, product.x.dtype, b * product.out_stride + row + half);
     }
 }
 
@@ -38,7 +26,7 @@ void finish_panel(const Spec& spec, const Product& product, const Panel& panel, 
     std::unique_ptr<float[]> again;
     for (int64_t r = 0; r < rows; ++r) {
         if (!panel.plain[r] && !(panel.odd[r / LANES][r % LANES] & 0x80808080u)) continue;
-        if (!again) again.reset(new float[size_t(product.batch * ROWS)]);
+        if (!again) again.reset(new float[size_t(product.batch * GROUP_ROWS)]);
         plainly(spec, product, panel.row[r], product.x, product.x_stride, 0, product.batch, again.get());
         finish(product, row + r, 1, again.get());
     }
