@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.distributed.collectives import AnyCodec
-from narrowcast.distributed.gradients import ddp
+from narrowcast.distributed.gradients import ddp, local_updates
 from narrowcast.distributed.gradients.compression import GradientCompression
+from narrowcast.distributed.gradients.meetings import Meetings, SyncEvery
 from narrowcast.distributed.gradients.momentum import MomentumOptimizer
 from narrowcast.distributed.gradients.options import Exempt, Mode, one_dimensional
 from narrowcast.distributed.gradients.timetable import Refresh, Schedule
@@ -38,6 +39,9 @@ def compress_gradients(
     scaler: torch.amp.GradScaler | None = None,
     optimizer: object = None,
     residual_codec: AnyCodec | None = None,
+    sync_every: SyncEvery | None = None,
+    outer_lr: float = 1.0,
+    outer_momentum: float = 0.0,
 ) -> GradientCompression:
     """Compress the gradients of a DDP or FSDP2 model from the next backward on. Every rank calls it alike.
 
@@ -49,10 +53,16 @@ def compress_gradients(
     all of its ranks are equal. With FSDP2 it is left out, or a 2-D mesh, replicas x shards, of which fully_shard was
     given the shards alone: gradients are then averaged between replicas, too.
 
+    `sync_every`: ranks train alone after the warm-up, and average how far their parameters have moved, in the codec,
+    after every so many steps of `optimizer` (all of them, in a list, if there are several): a number, "growing", a list
+    of interval lengths or a function of the step. `outer_lr` and `outer_momentum` are of the step that follows the
+    average (meetings.py), as in DiLoCo. `sync()` meets at once: call it before you save or evaluate one model for all.
+
     The other arguments are those of `GradientCompression`, which is returned; error_feedback="owner" has no meaning for
     FSDP2 without replicas, whose sums are not quantized.
     """
-    trainer, sharded = _trainer_of(model, momentum, gather)
+    trainer, sharded = _trainer_of(model, momentum, gather, sync_every)
+    meetings = meetings_of(sync_every, optimizer, momentum, warmup_steps, outer_lr, outer_momentum)
     state = GradientCompression(
         codec,
         error_feedback=error_feedback,
@@ -68,17 +78,44 @@ def compress_gradients(
         scaler=scaler,
         optimizer=optimizer,
         residual_codec=residual_codec,
+        meetings=meetings,
     )
     _attach(trainer, state, sharded, gather)
     return state
 
 
-def _trainer_of(model: nn.Module, momentum: object, gather: AnyCodec | None) -> tuple[Any, bool]:
+def meetings_of(
+    sync_every: SyncEvery | None,
+    optimizer: object,
+    momentum: object,
+    warmup_steps: int,
+    outer_lr: float,
+    outer_momentum: float,
+) -> Meetings | None:
+    """What these arguments mean; None where gradients travel in every step."""
+    if sync_every is None:
+        for name, given, default in (("outer_lr", outer_lr, 1.0), ("outer_momentum", outer_momentum, 0.0)):
+            if given != default:
+                raise SpecError(
+                    f"{name}={given!r}: it is of the step after a meeting. Pass sync_every=, or leave it out."
+                )
+        return None
+    if momentum is not None:
+        raise SpecError(
+            f"momentum= with sync_every={sync_every!r}: the momentum travels in every step, and between meetings "
+            "nothing does. Pass one of them; with sync_every= the optimizer goes by optimizer=."
+        )
+    return Meetings(sync_every, warmup_steps, local_updates.optimizers_of(optimizer), outer_lr, outer_momentum)
+
+
+def _trainer_of(model: nn.Module, momentum: object, gather: AnyCodec | None, sync_every: object) -> tuple[Any, bool]:
     """The DDP or FSDP2 model, and whether it is FSDP2's; refuses other models, and what one of the two cannot do."""
     trainer: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     sharded = _sharded(trainer)
     if sharded and momentum is not None:
         raise SpecError(f"momentum: {_NO_MOMENTUM}")
+    if sharded and sync_every is not None:
+        raise SpecError(f"sync_every: {_NO_MEETINGS}")
     if not sharded:
         _check_ddp(model, trainer)
         if gather is not None:
@@ -98,6 +135,10 @@ def _attach(trainer: Any, state: GradientCompression, sharded: bool, gather: Any
 _NO_MOMENTUM = (
     "under FSDP2 a rank holds the momentum of its shards alone, and to send its own it would need the momentum of the "
     "whole model. Use DistributedDataParallel, or leave momentum= out."
+)
+_NO_MEETINGS = (
+    "under FSDP2 a rank holds a part of each parameter, and cannot train alone. Use DistributedDataParallel, or leave "
+    "sync_every= out."
 )
 _NO_GATHER = (
     "DistributedDataParallel keeps all parameters on every rank and gathers none. Leave it out, or use fully_shard."

@@ -62,9 +62,10 @@ def plain_name(name: str) -> str:
     return re.sub(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)", "", name).lstrip(".")
 
 
-Kind = Literal["momentum", "sgd", "adam"]
-"""What steps are made of: a momentum that travelled, gradients, or gradients over the root of a second moment."""
-FEWEST_BITS: dict[Kind | None, int] = {"momentum": 1, "sgd": 2, "adam": 8, None: 4}
+Kind = Literal["momentum", "changes", "sgd", "adam"]
+"""What steps are made of: a momentum that travelled, changes of parameters, gradients, or gradients over the root of a
+second moment."""
+FEWEST_BITS: dict[Kind | None, int] = {"momentum": 1, "changes": 1, "sgd": 2, "adam": 8, None: 4}
 """Error feedback is on by default from so many bits an element to below 8. Adam and its kind gain nothing by it: at 3
 bits and more losses are alike, and residuals cost memory; at fewer bits they swell the second moment, and the loss ends
 higher. SGD and Muon may gain down to 2 bits, and lose in `sign`. Where the optimizer is not known (None), it is on
@@ -79,8 +80,8 @@ def mode_of(given: Mode | None, codec: Codec | None, schedule: object = None, ki
     if given not in (True, False, "owner"):
         raise SpecError(
             f'error_feedback={given!r}: True (sender and owner), "owner" (there only), False, or None for what trains '
-            "best: True from 4 bits to below 8, from 2 with optimizer=torch.optim.SGD(...), from 1 with momentum=, "
-            "and False with an optimizer= like Adam."
+            "best: True from 4 bits to below 8, from 2 with optimizer=torch.optim.SGD(...), from 1 with momentum= or "
+            "sync_every=, and otherwise False with an optimizer= like Adam."
         )
     return given
 
