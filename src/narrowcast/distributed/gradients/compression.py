@@ -289,7 +289,7 @@ class GradientCompression:
             self._take_residuals(state)
 
     def forget(self) -> None:
-        """Drop all residuals: for a step that every rank skips by a rule of its own, though its gradients are finite."""
+        """Drop all residuals: for a step that every rank skips, by a rule of yours, though its gradients are finite."""
         if self.residuals is not None:
             self.residuals.load({})
         if self._loaded is not None:

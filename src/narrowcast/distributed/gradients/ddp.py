@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowcast.distributed.gradients import local_updates, uncompressed
 from narrowcast.distributed.gradients.buckets import layout_of, plain_bytes_of
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
+from narrowcast.distributed.gradients.error_feedback.outcome import raise_at_the_end
 from narrowcast.distributed.gradients.hosted import HostBucket
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.momentum import FormedMomentum
@@ -163,7 +163,7 @@ def _start(
     if index == 0:
         state.clock.next_step()
     if last:
-        _raise_at_the_end(outcome)
+        raise_at_the_end(outcome)
 
     def job() -> list[Tensor]:
         if formed is not None and outcome.error is None:
@@ -195,25 +195,10 @@ def _error_of(work: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _raise_at_the_end(outcome: Outcome) -> None:
-    """Let backward() raise what a step failed with, as what it is: DDP makes a RuntimeError of what its futures raise.
-
-    The engine calls back in order. DDP has its callback queued after this one, and waits there for all buckets: what
-    this one queues comes after that.
-    """
-
-    def after_ddp() -> None:
-        if outcome.error is not None:
-            raise outcome.error
-
-    engine: Any = torch.autograd.Variable._execution_engine
-    with contextlib.suppress(RuntimeError):  # there is no backward, but a hook that is called by hand
-        engine.queue_callback(lambda: engine.queue_callback(after_ddp))
-        outcome.told = True
-
-
 def _check(state: GradientCompression, bucket: dist.GradBucket) -> None:
     _check_join(state.trainer(), state.momentum is not None, state.meetings is not None)
+    if local_updates.is_alone(state):
+        local_updates.begin(state)
     if state.momentum is not None:
         # Those of a hook that was registered by hand have not been watched yet.
         _watch_momentum(state, bucket.parameters(), size_of(state.process_group, "compress_gradients"))

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.distributed.gradients.buckets import layout_of, plain_bytes_of
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.error_feedback.outcome import Outcome, share
+from narrowcast.distributed.gradients.error_feedback.outcome import Outcome, raise_at_the_end, share
 from narrowcast.distributed.gradients.error_feedback.redistribution import added_to_average
 from narrowcast.distributed.gradients.hosted import HostBucket
 from narrowcast.distributed.gradients.layout import ChunkLayout
@@ -99,6 +99,10 @@ def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
             if not meetings.awaited:
                 meet(state)
 
+    def before_step(optimizer: Any, args: Any, options: Any) -> None:
+        if meetings.loaded and is_alone(state):  # and no backward since: a meeting was due when it was saved
+            begin(state)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(module: Any, args: Any) -> None:
         if meetings.due and torch.is_grad_enabled():
@@ -106,6 +110,7 @@ def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
 
     meetings.meet = lambda: meet(state)
     for optimizer in meetings.optimizers:
+        optimizer.register_step_pre_hook(before_step)
         optimizer.register_step_post_hook(after_step)
     ddp.register_forward_pre_hook(before_forward)
 
@@ -118,6 +123,12 @@ def is_alone(state: GradientCompression) -> bool:
     return state.meetings is not None and state.step >= state.timetable.warmup_steps
 
 
+def begin(state: GradientCompression) -> None:
+    """Before a step: note where ranks start from, if that is not known yet."""
+    assert state.meetings is not None
+    state.meetings.begin()
+
+
 def keep(state: GradientCompression, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """What the hook does in such a step: the bucket as it is."""
     meetings, buffer = state.meetings, bucket.buffer()
@@ -127,7 +138,6 @@ def keep(state: GradientCompression, bucket: dist.GradBucket) -> torch.futures.F
         group = state.agree(state.process_group, buffer)
         state.counted.plain_bytes += plain_bytes_of(buffer, group)
     if bucket.index() == 0:
-        meetings.begin()
         state.outcome_of(first=True)
     ends = meetings.is_last_step(state.step)
     if ends and group is not None:
@@ -147,8 +157,13 @@ def _all_are_finite(state: GradientCompression, meetings: Meetings, group: Group
     if group is None:
         return True
     outcome = state.outcome_of(first=False)
-    with _awaited(state):
-        share(outcome, group.everyone if isinstance(group, Mesh) else group, state.step)
+    try:
+        with _awaited(state):
+            share(outcome, group.everyone if isinstance(group, Mesh) else group, state.step)
+    except Exception as error:  # on every rank: they try again in the next step
+        outcome.error = error
+        raise_at_the_end(outcome)
+        return False
     outcome.complete = True
     if outcome.applies or meetings.put_off >= PUT_OFF:
         return True

@@ -130,12 +130,17 @@ class Meetings:
     def due(self) -> bool:
         return self.awaited is not None
 
+    @property
+    def loaded(self) -> bool:
+        """Whether a state of the middle of an interval was loaded, and `begin` has not looked at the model yet."""
+        return bool(self._taken_with)
+
     def begin(self) -> None:
         """Before the first step after a meeting, or after the warm-up: note where all ranks start from."""
         if self._taken_with and self._taken_with != digest_of(self.parameters):
             raise StateDictError(
-                f"state: saved {self.since} steps after a meeting, when each rank has parameters of its own, and those of "
-                "the model are others. Load on each rank what that rank saved of the model and its optimizer, "
+                f"state: saved {self.since} steps after a meeting, when each rank has parameters of its own, and those "
+                "of the model are others. Load on each rank what that rank saved of the model and its optimizer, "
                 "after DistributedDataParallel has wrapped it (which copies the first rank's parameters to all), or "
                 "call compression.sync() before you save."
             )
