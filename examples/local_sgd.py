@@ -5,7 +5,7 @@
     ... --outer-lr 0.7 --outer-momentum 0.9     # DiLoCo: the averaged change is the gradient of an outer Nesterov step
     python examples/local_sgd.py                # the same with one process, which sends nothing
 
-It is one argument of `compress_gradients`; the loop is that of any DDP script. docs/momentum.md says when it is worth it.
+It is one argument of `compress_gradients`, and the loop is any DDP script's. docs/meetings.md says when it is worth it.
 """
 
 import argparse

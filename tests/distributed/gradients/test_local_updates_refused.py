@@ -186,24 +186,31 @@ def test_a_rank_that_dies_in_a_meeting_is_named_by_all_others_and_changes_nothin
         assert (before, after, since) == (1, 1, 2)
 
 
-def _out_of_memory(rank: int) -> Any:
+def _out_of_memory(rank: int, place: str) -> Any:
     ddp, optimizer, state = made(sync_every=2)
     trained.train(ddp, rank, range(3), optimizer)
     if rank == 1:
-        faults.at("encoding", faults.run_out_of_memory)
+        faults.at(place, faults.run_out_of_memory)
     error = faults.error_of(lambda: trained.train(ddp, rank, range(3, 4), optimizer))[0]
     count = state.meetings.count
-    trained.train(ddp, rank, range(4, 9), optimizer)  # the meeting is held before the next forward
+    trained.train(ddp, rank, range(4, 9), optimizer)
     state.sync()
     return error, count, state.meetings.count, vector(ddp)
 
 
-def test_a_meeting_that_failed_on_one_rank_fails_on_all_and_is_held_later() -> None:
-    results = run(3, _out_of_memory)
+@pytest.mark.parametrize(
+    ("place", "count"),
+    [
+        ("encoding", 4),  # in backward, where ranks tell whether gradients are finite: meetings after 2, 5, 7, 9 steps
+        ("between stages", 5),  # in the meeting: after 2, 4 (before the next forward), 6, 8, and 9 by sync()
+    ],
+)
+def test_a_meeting_that_failed_on_one_rank_fails_on_all_and_is_held_later(place: str, count: int) -> None:
+    results = run(3, _out_of_memory, place)
     for error, before, after, _ in results:
         assert error is not None
         assert "no room left for codes" in str(error) or isinstance(error, MemoryError)
-        assert (before, after) == (1, 5)  # after steps 2; 4 (late), 6, 8, and sync() after 9
+        assert (before, after) == (1, count)
     assert all(torch.equal(results[0][3], other[3]) for other in results[1:])
 
 

@@ -126,6 +126,11 @@ def is_alone(state: GradientCompression) -> bool:
 def begin(state: GradientCompression) -> None:
     """Before a step: note where ranks start from, if that is not known yet."""
     assert state.meetings is not None
+    if not state.meetings.parameters:
+        raise SpecError(
+            "sync_every: ranks meet after the steps of an optimizer, of which a hook alone knows nothing. Leave "
+            "register_comm_hook to compress_gradients(ddp, ..., sync_every=, optimizer=)."
+        )
     state.meetings.begin()
 
 
@@ -172,13 +177,13 @@ def _all_are_finite(state: GradientCompression, meetings: Meetings, group: Group
 
 
 @contextlib.contextmanager
-def _awaited(state: GradientCompression) -> Iterator[None]:
+def _awaited(state: GradientCompression, counts_itself: bool = False) -> Iterator[None]:
     """Count what is done in here as time that nothing hides."""
     began = time.perf_counter()
-    state.clock.next_step()
     state.clock.handed_over()
     yield
-    state.clock.worked(began)
+    if not counts_itself:
+        state.clock.worked(began)
     state.clock.next_step()
 
 
@@ -248,7 +253,7 @@ def _average(state: GradientCompression, meetings: Meetings, changes: Sequence[C
     """Average all buckets over all ranks, in place. A failure raises on every rank."""
     group = state.agree(state.process_group, changes[0].buffer)
     counted = state.counted.plain_bytes
-    with _awaited(state):
+    with _awaited(state, counts_itself=not state.idle):
         if state.idle:
             for index, some in enumerate(changes):
                 state.count_idle(index, some.buffer.numel(), plain_bytes_of(some.buffer, group))
