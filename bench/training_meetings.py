@@ -76,22 +76,18 @@ def race_section(cells: Cells, model: str) -> list[str]:
         "",
         "Held-out loss after the same seconds of training in a network in a box, of each seed. Each way makes as many "
         "steps of them as its measured time a step allows, and its learning rate falls over these steps. Steps and "
-        "seconds are those of seed 0; the last column compares means over all seeds of a table.",
+        "seconds are those of seed 0; the last column is the mean over the seeds of a way.",
     ]
     for (rate, seconds), ways in sorted(by_race.items(), key=lambda pair: (bits_per_second(pair[0][0]), pair[0][1])):
         seeds = sorted({seed for of_way in ways.values() for seed in of_way})
         least = {seed: min(of_way[seed]["final"] for of_way in ways.values() if seed in of_way) for seed in seeds}
-        means = {
-            name: sum(run["final"] for run in of_way.values()) / len(seeds)
-            for name, of_way in ways.items()
-            if len(of_way) == len(seeds)
-        }
         rows = []
         for name in (name for name in METHODS if name in ways):
             first = ways[name].get(0, next(iter(ways[name].values())))
             losses = [_raced(ways[name].get(seed), least[seed]) for seed in seeds]
-            beside = f"{means[name] / min(means.values()) - 1:+.1%}" if name in means else ""
-            rows.append([name, str(first["steps"]), f"{first['seconds']:.1f}", *losses, beside])
+            beside = [run["final"] / least[seed] - 1 for seed, run in ways[name].items()]
+            last = f"{sum(beside) / len(beside):+.1%}"
+            rows.append([name, str(first["steps"]), f"{first['seconds']:.1f}", *losses, last])
         head = " | ".join(f"loss, seed {seed}" for seed in seeds)
         lines += ["", f"At {rate}, {seconds}:", *table(f" | steps | seconds | {head} | to the least", rows)]
     return lines

@@ -238,6 +238,16 @@ def test_one_rank_sends_nothing_and_takes_the_outer_step() -> None:
     assert (met - start).norm() < (moved - start).norm()
 
 
+def _auto(rank: int) -> Any:
+    ddp, optimizer, state = made("auto", 2)
+    trained.train(ddp, rank, range(4), optimizer)
+    return same_on_all_ranks(ddp), state.plan is not None, state.meetings.count
+
+
+def test_the_codec_may_be_chosen_by_the_link() -> None:
+    assert run(2, _auto) == [(True, True, 2)] * 2
+
+
 def _compiled(rank: int) -> Any:
     ddp = DDP(trained.mlp(width=40))
     optimizer = torch.optim.AdamW(ddp.parameters(), 0.01)
