@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "src"), str(HERE.parent / "examples")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.distributed.collectives import AnyCodec
-from narrowcast.distributed.gradients import ddp, local_updates
+from narrowcast.distributed.gradients import ddp
 from narrowcast.distributed.gradients.compression import GradientCompression
 from narrowcast.distributed.gradients.meetings import Meetings, SyncEvery
 from narrowcast.distributed.gradients.momentum import MomentumOptimizer
-from narrowcast.distributed.gradients.options import Exempt, Mode, one_dimensional
+from narrowcast.distributed.gradients.options import Exempt, Mode, one_dimensional, optimizers_of
 from narrowcast.distributed.gradients.timetable import Refresh, Schedule
 from narrowcast.errors import ModelKindError, SpecError
 
@@ -45,24 +45,15 @@ def compress_gradients(
 ) -> GradientCompression:
     """Compress the gradients of a DDP or FSDP2 model from the next backward on. Every rank calls it alike.
 
-    `model` is a DistributedDataParallel, or what `fully_shard` has been called on: all parameters in it that it
-    shards are meant. `gather` is then the codec in which parameters are gathered; None leaves that to torch.
-    `process_group` is that of a DDP model by default. Over all ranks, its gradients then follow the machine: ranks of a
-    host add up without loss, and the codec travels between hosts (as torchrun starts them: several, with as many ranks
-    on each, two or more). A 2-D DeviceMesh (hosts x local) says so itself; `dist.group.WORLD`, or any other group, that
-    all of its ranks are equal. With FSDP2 it is left out, or a 2-D mesh, replicas x shards, of which fully_shard was
-    given the shards alone: gradients are then averaged between replicas, too.
-
-    `sync_every`: ranks train alone after the warm-up, and average how far their parameters have moved, in the codec,
-    after every so many steps of `optimizer` (all of them, in a list, if there are several): a number, "growing", a list
-    of interval lengths or a function of the step. `outer_lr` and `outer_momentum` are of the step that follows the
-    average (meetings.py), as in DiLoCo. `sync()` meets at once: call it before you save or evaluate one model for all.
-
-    The other arguments are those of `GradientCompression`, which is returned; error_feedback="owner" has no meaning for
-    FSDP2 without replicas, whose sums are not quantized.
-    """
+    `model` is a DistributedDataParallel, or what `fully_shard` was called on; then `gather` is the codec in which
+    parameters are gathered. `process_group` is that of a DDP model by default. Over all ranks gradients then follow the
+    machine: ranks of a host, as torchrun starts them, add up without loss, and the codec travels between hosts. A 2-D
+    mesh (hosts x local) says so itself; any group, that all are equal. With FSDP2: none, or replicas x shards.
+    `sync_every`: ranks train alone after the warm-up, and average how far their parameters have moved after so many
+    steps of `optimizer` (or a list of all): a number, "growing", a list of lengths, a function of the step. `outer_lr`
+    and `outer_momentum` are of the step after the average, as in DiLoCo. `sync()`, before saving, meets at once. The
+    other arguments are those of `GradientCompression`, which is returned."""
     trainer, sharded = _trainer_of(model, momentum, gather, sync_every)
-    meetings = meetings_of(sync_every, optimizer, momentum, warmup_steps, outer_lr, outer_momentum)
     state = GradientCompression(
         codec,
         error_feedback=error_feedback,
@@ -78,10 +69,9 @@ def compress_gradients(
         scaler=scaler,
         optimizer=optimizer,
         residual_codec=residual_codec,
-        meetings=meetings,
+        meetings=meetings_of(sync_every, optimizer, momentum, warmup_steps, outer_lr, outer_momentum),
     )
-    _attach(trainer, state, sharded, gather)
-    return state
+    return _attach(trainer, state, sharded, gather)
 
 
 def meetings_of(
@@ -105,7 +95,7 @@ def meetings_of(
             f"momentum= with sync_every={sync_every!r}: the momentum travels in every step, and between meetings "
             "nothing does. Pass one of them; with sync_every= the optimizer goes by optimizer=."
         )
-    return Meetings(sync_every, warmup_steps, local_updates.optimizers_of(optimizer), outer_lr, outer_momentum)
+    return Meetings(sync_every, warmup_steps, optimizers_of(optimizer), outer_lr, outer_momentum)
 
 
 def _trainer_of(model: nn.Module, momentum: object, gather: AnyCodec | None, sync_every: object) -> tuple[Any, bool]:
@@ -123,13 +113,14 @@ def _trainer_of(model: nn.Module, momentum: object, gather: AnyCodec | None, syn
     return trainer, sharded
 
 
-def _attach(trainer: Any, state: GradientCompression, sharded: bool, gather: AnyCodec | None) -> None:
+def _attach(trainer: Any, state: GradientCompression, sharded: bool, gather: AnyCodec | None) -> GradientCompression:
     if sharded:
         from narrowcast.distributed.gradients.fsdp import shards
 
         shards.attach(trainer, state, gather)
     else:
         ddp.attach(trainer, state)
+    return state
 
 
 _NO_MOMENTUM = (

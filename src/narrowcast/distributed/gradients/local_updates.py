@@ -44,34 +44,6 @@ BUCKET = 1 << 23
 """Elements of a bucket at a meeting, at most; a larger parameter has one of its own."""
 
 
-def optimizers_of(given: object) -> list[Any]:
-    """The optimizers whose steps are counted on; a wrapper's is what it wraps."""
-    optimizers = []
-    for each in given if isinstance(given, (list, tuple)) else [given]:
-        optimizer: Any = each
-        while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer
-        name = type(optimizer).__name__
-        if not hasattr(optimizer, "register_step_post_hook"):
-            raise SpecError(
-                f"optimizer={'None' if each is None else name}: with sync_every= ranks meet after its steps, so it is "
-                "the torch.optim.Optimizer of the model, or a list of all of them. Make it first, then pass "
-                "compress_gradients(ddp, ..., sync_every=10, optimizer=optimizer)."
-            )
-        if name in _NOT_ALONE:
-            raise SpecError(f"optimizer={name} with sync_every=: {_NOT_ALONE[name]}")
-        optimizers.append(optimizer)
-    return optimizers
-
-
-_NOT_ALONE = {
-    "LBFGS": "it calls backward as often as the loss of a rank asks for, so ranks would not take the same steps. Use "
-    "an optimizer with one backward a step, or leave sync_every= out.",
-    "ZeroRedundancyOptimizer": "it steps a part of the parameters on each rank, and sends them to the others in every "
-    "step. Use the optimizer that it wraps, or leave sync_every= out.",
-}
-
-
 def name_parameters(ddp: DistributedDataParallel, state: GradientCompression) -> None:
     """Say which parameters are averaged: those that DDP has gradients of. Refuse those that no optimizer holds."""
     meetings = state.meetings

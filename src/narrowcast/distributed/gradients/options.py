@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -120,6 +120,34 @@ def kind_of(optimizer: object, momentum: object) -> Kind | None:
     if isinstance(optimizer, (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))):
         return "sgd"
     return "adam" if isinstance(optimizer, tuple(getattr(torch.optim, name) for name in LIKE_ADAM)) else None
+
+
+def optimizers_of(given: object) -> list[Any]:
+    """The optimizers whose steps are counted on; a wrapper's is what it wraps."""
+    optimizers = []
+    for each in given if isinstance(given, (list, tuple)) else [given]:
+        optimizer: Any = each
+        while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        name = type(optimizer).__name__
+        if not hasattr(optimizer, "register_step_post_hook"):
+            raise SpecError(
+                f"optimizer={'None' if each is None else name}: with sync_every= ranks meet after its steps, so it is "
+                "the torch.optim.Optimizer of the model, or a list of all of them. Make it first, then pass "
+                "compress_gradients(ddp, ..., sync_every=10, optimizer=optimizer)."
+            )
+        if name in _NOT_ALONE:
+            raise SpecError(f"optimizer={name} with sync_every=: {_NOT_ALONE[name]}")
+        optimizers.append(optimizer)
+    return optimizers
+
+
+_NOT_ALONE = {
+    "LBFGS": "it calls backward as often as the loss of a rank asks for, so ranks would not take the same steps. Use "
+    "an optimizer with one backward a step, or leave sync_every= out.",
+    "ZeroRedundancyOptimizer": "it steps a part of the parameters on each rank, and sends them to the others in every "
+    "step. Use the optimizer that it wraps, or leave sync_every= out.",
+}
 
 
 LIKE_ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adafactor", "RMSprop", "Adagrad", "Adadelta")
