@@ -17,8 +17,8 @@ four ranks shares this machine's cores, so the many trainings of `quality` take 
               before the last are taken on a quarter of that text.
     sweep     `quality` at several learning rates (`--learning-rates 1e-3,2e-3`), and each method at its best one.
     race      loss after the same seconds in a network in a box: each method makes as many steps as `speed` at that rate
-              says it can (`--seconds 40`), with the learning rate's schedule over these steps. One seed. Methods
-              whose time a step, or that of their warm-up, was not taken are left out.
+              says it can (`--seconds 40`), with the learning rate's schedule over these steps (`--race-seeds 0,1,2`).
+              Methods whose time a step, or that of their warm-up, was not taken are left out.
     arrival   seconds to a loss, raced: so many steps (`--steps 600`) in a network in a box. Twenty times under way the
               clock stands still, and the loss on all of the held-out text is taken. One seed.
     memory    what a compression keeps between steps, in bytes a parameter, and rank 0's peak memory beside DDP's own.
@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "src"), str(HERE.parent / "examples")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
@@ -165,19 +165,20 @@ def sweep(given: argparse.Namespace, results: Results, progress: Progress) -> No
 
 def race(given: argparse.Namespace, results: Results, progress: Progress) -> None:
     methods = [name for name in METHODS if name in given.methods and name not in NOT_TRAINED]
-    bar = progress.add_task("race", total=len(methods) * len(given.rates))
-    for rate in given.rates:
+    bar = progress.add_task("race", total=len(methods) * len(given.rates) * len(given.race_seeds))
+    for rate, seed in itertools.product(given.rates, map(int, given.race_seeds)):
         cell = results.cells.get(f"speed/{given.quality_model}/{rate}")
         if cell is None:
             raise SystemExit(f"race: needs `--only speed --speed-models {given.quality_model} --rates {rate}` first")
         cost = training_report.seconds_of(cell)
         for name in (name for name in methods if training_meetings.timed(name, cost)):
-            key = f"race/{given.quality_model}/{rate}/{given.seconds:g} s/{name}"
+            race_of = f"{given.seconds:g} s" + (f" seed {seed}" if seed else "")
+            key = f"race/{given.quality_model}/{rate}/{race_of}/{name}"
             progress.update(bar, description=key)
             steps = training_meetings.steps_within(name, given.seconds, cost)
             settings = {**MODELS[given.quality_model], "ranks": RANKS, "seconds": given.seconds, "steps": steps}
             if results.missing(key, settings):
-                job = {"part": "race", **settings, "method": name}
+                job = {"part": "race", **settings, "method": name, "seed": seed}
                 results.add(key, settings, launch(job, *lab(rate), "--", sys.executable)[0])
             progress.advance(bar)
 
@@ -242,6 +243,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--learning-rates", default="5e-4,1e-3,2e-3", help="of `sweep`")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each method in `speed`")
     parser.add_argument("--seconds", type=float, default=40, help="of each training in `race`")
+    parser.add_argument("--race-seeds", default="0", help="of `race`")
     here = [name for name, method in METHODS.items() if method.kind != "torchft" or find_spec("torchft")]
     parser.add_argument("--methods", default=",".join(here))
     parser.add_argument("--speed-models", default="large,small", help="for `speed` and `memory`")
@@ -252,8 +254,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--note", default="", help="a sentence for the head of training.md")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    lists = {"only": PARTS, "methods": METHODS, "speed_models": MODELS, "rates": None, "learning_rates": None}
-    for name, known in lists.items():
+    lists: dict[str, Any] = {"only": PARTS, "methods": METHODS, "speed_models": MODELS}
+    for name, known in (lists | dict.fromkeys(("rates", "learning_rates", "race_seeds"))).items():
         words = getattr(given, name).split(",")
         if known and (wrong := set(words) - set(known)):
             parser.error(f"--{name.replace('_', '-')}: there is no {sorted(wrong)}; there are {list(known)}")

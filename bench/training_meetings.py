@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from training_methods import METHODS
+from narrowcast.distributed.gradients.meetings import Intervals
+from training_methods import METHODS, Method
 from training_report import SLOW, Cells, bits_per_second, crossing, mean_curve, of, runs_of, seconds_of, sent_of, table
 
 RATES = ("20mbit", "100mbit", "1gbit")
 WAYS = (
     *("fp32", "PowerSGD 4", "int4+EF", "momentum sign", "momentum sign after int4", "momentum sign 10%"),
-    *("momentum sign 10% after int4", "momentum int2", "average 10", "average 30", "DiLoCo 30"),
+    *("momentum sign 10% after int4", "momentum int2", "average 10", "average 30", "average growing", "DiLoCo 30"),
 )
 ABOVE = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
 TIMED_AS = {"momentum sign": "sign+EF", "momentum int2": "int2+EF"}
@@ -35,15 +36,28 @@ def spent(name: str, step: float, steps: int, cost: dict[str, float]) -> float:
     """Seconds when a step is done."""
     method, compute = METHODS[name], cost["no exchange"]
     if method.every:
-        return step * compute + step / method.every * (cost[method.meets_as] - compute)
+        return step * compute + _meetings_within(method, step) * (cost[method.meets_as] - compute)
     first = min(step, method.warmup_steps(steps))
     return first * cost[method.warmup_as] + (step - first) * cost[method.timed_as or name]
 
 
+def _meetings_within(method: Method, step: float) -> float:
+    """How often ranks have met after so many steps."""
+    if not isinstance(method.sync_every, str):
+        return step / method.every
+    intervals, met, at = Intervals("growing", 0), 0, 0
+    while at + (length := intervals.length_of(met, at)) <= step:
+        met, at = met + 1, at + length
+    return met
+
+
 def steps_within(name: str, seconds: float, cost: dict[str, float]) -> int:
     """How many steps a way makes of some seconds, up to a meeting where it has meetings."""
-    steps = int(seconds / (spent(name, 1000, 1000, cost) / 1000))
     every = METHODS[name].every or 1
+    steps = int(seconds / (spent(name, 1000, 1000, cost) / 1000))
+    if isinstance(METHODS[name].sync_every, str):  # its first steps cost more than those after them
+        while spent(name, steps, steps, cost) > seconds:
+            steps -= 1
     return max(1, steps // every) * every
 
 
@@ -52,25 +66,37 @@ def race_section(cells: Cells, model: str) -> list[str]:
     runs = of(cells, "race", model)
     if not runs:
         return []
-    by_race: dict[tuple[str, str], dict[str, Any]] = {}
+    by_race: dict[tuple[str, str], dict[str, dict[int, Any]]] = {}
     for key, cell in runs.items():
         rate, seconds, name = key.split("/", 2)
-        by_race.setdefault((rate, seconds), {})[name] = cell["found"]
+        seconds, _, seed = seconds.partition(" seed ")
+        by_race.setdefault((rate, seconds), {}).setdefault(name, {})[int(seed or 0)] = cell["found"]
     lines = [
         f"## The same seconds: {model} model",
         "",
-        "Held-out loss after the same seconds of training in a network in a box, seed 0. Each way makes as many steps "
-        "of them as its measured time a step allows, and its learning rate falls over these steps.",
+        "Held-out loss after the same seconds of training in a network in a box, of each seed. Each way makes as many "
+        "steps of them as its measured time a step allows, and its learning rate falls over these steps. Steps and "
+        "seconds are those of seed 0; the last column is the mean over the seeds of a way.",
     ]
     for (rate, seconds), ways in sorted(by_race.items(), key=lambda pair: (bits_per_second(pair[0][0]), pair[0][1])):
-        least = min(run["final"] for run in ways.values())
+        seeds = sorted({seed for of_way in ways.values() for seed in of_way})
+        least = {seed: min(of_way[seed]["final"] for of_way in ways.values() if seed in of_way) for seed in seeds}
         rows = []
         for name in (name for name in METHODS if name in ways):
-            run = ways[name]
-            loss = f"**{run['final']:.4f}**" if run["final"] == least else f"{run['final']:.4f}"
-            rows.append([name, str(run["steps"]), f"{run['seconds']:.1f}", loss, f"{run['final'] / least - 1:+.1%}"])
-        lines += ["", f"At {rate}, {seconds}:", *table(" | steps | seconds | loss | to the least", rows)]
+            first = ways[name].get(0, next(iter(ways[name].values())))
+            losses = [_raced(ways[name].get(seed), least[seed]) for seed in seeds]
+            beside = [run["final"] / least[seed] - 1 for seed, run in ways[name].items()]
+            last = f"{sum(beside) / len(beside):+.1%}"
+            rows.append([name, str(first["steps"]), f"{first['seconds']:.1f}", *losses, last])
+        head = " | ".join(f"loss, seed {seed}" for seed in seeds)
+        lines += ["", f"At {rate}, {seconds}:", *table(f" | steps | seconds | {head} | to the least", rows)]
     return lines
+
+
+def _raced(run: dict[str, Any] | None, least: float) -> str:
+    """A loss; the least of its seed in bold."""
+    loss = "" if run is None else f"{run['final']:.4f}"
+    return f"**{loss}**" if run is not None and run["final"] == least else loss
 
 
 def arrival_section(cells: Cells, model: str) -> list[str]:

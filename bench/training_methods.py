@@ -12,9 +12,7 @@ runs them:
 
 # No `from __future__ import annotations`: DDP reads the annotations of a hook, and takes no strings.
 
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +23,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowcast as nc
+from narrowcast.distributed.gradients.meetings import LONGEST
 from narrowcast.distributed.gradients.momentum import EXEMPT_IN
-
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
-from local_sgd import ParameterAverage
-
 from training_torchft import TorchftDiLoCo
 
 WARMUP = 0.2
@@ -59,7 +54,9 @@ class Method:
     exact_vectors: bool = False
     """Whether exempt gradients travel in fp32 beside a momentum, too: what rounding them costs."""
     every: int = 0
-    """Ranks train alone, and meet after so many steps: their parameters are averaged (examples/local_sgd.py)."""
+    """Ranks train alone, and meet after so many steps, at the latest: their parameters are averaged."""
+    sync_every: int | str = 0
+    """How often, as `compress_gradients` has it; every multiple of `every` steps ends with a meeting."""
     outer: tuple[float, float] = (1.0, 0.0)
     """Learning rate and momentum of the step that follows the average."""
     meets_as: str = "int4+EF"
@@ -81,6 +78,12 @@ def _momentum(codec: str, warmup: float, warmup_as: str = "int8") -> Method:
     name = f"momentum {codec}" + (f" {warmup:.0%}" if warmup != WARMUP else "")
     name += "" if warmup_as == "int8" else f" after {warmup_as.removesuffix('+EF')}"
     return Method(name, "momentum", codec, True, **options)  # type: ignore[arg-type]
+
+
+def _meeting(every: int | str, outer: tuple[float, float] = (1.0, 0.0)) -> Method:
+    name = f"{'average' if outer == (1.0, 0.0) else 'DiLoCo'} {every}"
+    most = every if isinstance(every, int) else LONGEST
+    return Method(name, "local", "int4", True, every=most, sync_every=every, outer=outer)
 
 
 METHODS = {
@@ -111,9 +114,13 @@ METHODS = {
             _momentum("sign", 0.1, "int4+EF"), name="momentum sign 10% after int4 vectors in fp32", exact_vectors=True
         ),
         replace(_narrowcast("int4", True), name="int4+EF residuals in int8", residual_codec="int8"),
-        Method("average 10", "local", "int4", True, every=10),
-        Method("average 30", "local", "int4", True, every=30),
-        Method("DiLoCo 30", "local", "int4", True, every=30, outer=(0.7, 0.9)),
+        _meeting(3),
+        _meeting(5),
+        _meeting(10),
+        _meeting(30),
+        _meeting("growing"),
+        _meeting(10, (0.7, 0.9)),
+        _meeting(30, (0.7, 0.9)),
         Method("torchft DiLoCo 30", "torchft", every=30, outer=(0.7, 0.9), meets_as="fp32", competitor=True),
         Method("auto", "narrowcast", "auto", True),
         Method("no exchange", "alone"),
@@ -145,7 +152,8 @@ def attach(method: Method, model: nn.Module, warmup_steps: int, optimizer: nc.op
         options["residual_codec"] = method.residual_codec
         return ddp, nc.compress_gradients(ddp, method.codec, **options)
     elif method.kind == "local":
-        return ddp, ParameterAverage(model, method.codec, *method.outer)
+        meetings = {"sync_every": method.sync_every, "outer_lr": method.outer[0], "outer_momentum": method.outer[1]}
+        return ddp, nc.compress_gradients(ddp, method.codec, optimizer=optimizer, **meetings)
     elif method.kind == "torchft":
         return ddp, TorchftDiLoCo(model, optimizer, method.every, method.outer)
     return ddp, None
@@ -188,8 +196,6 @@ def tensors_in(state: object) -> list[Tensor]:
 
     if isinstance(state, PowerSGDState):
         look([state.error_dict, state.p_memory_dict, state.q_memory_dict])
-    elif isinstance(state, ParameterAverage):
-        look([state.last, state.residual, state.velocity])
     elif state is not None:
         look(state.state_dict())
     return list(tensors.values())

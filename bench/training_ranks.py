@@ -46,8 +46,8 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: warm_cosine(step, steps))
         text = stdlib_text()
         self.data = batches(text, self.config.context, job["batch"], seed=seed, rank=dist.get_rank())
-        self.exchanges = method.kind not in ("alone", "local", "torchft")
-        self.every, self.done = method.every, 0
+        self.exchanges = method.kind not in ("alone", "torchft")
+        self.done = 0
 
     def step(self) -> Tensor:
         """One step; the loss of this rank's own batch."""
@@ -59,9 +59,12 @@ class Trainer:
         self.optimizer.zero_grad()
         self.schedule.step()
         self.done += 1
-        if self.every and self.done % self.every == 0:
-            self.compression.update()
         return loss.detach()
+
+    def sync(self) -> None:
+        """Let ranks that have trained alone meet."""
+        if isinstance(self.compression, nc.GradientCompression):
+            self.compression.sync()
 
     @torch.no_grad()
     def held_out_loss(self, windows: Tensor) -> float:
@@ -134,6 +137,7 @@ def quality(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             losses.append(trainer.step())
             if step % every == 0 and step < steps:
                 curve.append([step, trainer.held_out_loss(windows[::4])])
+        trainer.sync()
         curve.append([steps, trainer.held_out_loss(windows)])
         means = torch.stack(losses).double()
         dist.all_reduce(means)

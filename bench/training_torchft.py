@@ -51,9 +51,6 @@ class TorchftDiLoCo:
         self._outer = DiLoCo(self._manager, [model], optimizer, step, every, pin_memory=False, use_bucketization=True)
         self._outer.__enter__()
 
-    def update(self) -> None:
-        """Nothing: the hooks of the optimizer have done it."""
-
 
 def _own_address() -> str:
     """The address that others reach this rank at."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from narrowcast.distributed import GradientCompression, compress_gradients
 from narrowcast.distributed.collectives import AnyCodec
-from narrowcast.errors import ModelKindError
+from narrowcast.errors import ModelKindError, SpecError
 
 
 def compress(
@@ -26,12 +26,18 @@ def compress(
     With several processes, a model that exchanges no gradients is refused with `refusal`. With one, the compression is
     not attached to anything: its counts stay zero.
     """
+    if any(options.get(name) is not None for name in _OF_LOOPS):
+        raise SpecError(
+            "sync_every: trainers save the model and the optimizer of the first rank, and between meetings each rank "
+            "has its own. Use narrowcast.compress_gradients(ddp, ..., sync_every=, optimizer=) in a loop of your own."
+        )
     try:
         compression = compress_gradients(model, codec, **options)
     except ModelKindError as error:
         if _ranks() > 1:
             raise ModelKindError(refusal) from error
-        options = {name: value for name, value in options.items() if name != "gather"}  # which is FSDP2's alone
+        left_out = {"gather", *_OF_LOOPS}  # which belong to wrapped models alone
+        options = {name: value for name, value in options.items() if name not in left_out}
         compression = GradientCompression(codec, model=model, **options)
     sends = _ranks(compression.process_group) > 1
     if not sends:
@@ -42,6 +48,9 @@ def compress(
             stacklevel=3,
         )
     return compression, sends
+
+
+_OF_LOOPS = ("sync_every", "outer_lr", "outer_momentum")
 
 
 def _ranks(group: Any = None) -> int:

@@ -5,8 +5,9 @@ compression.py    GradientCompression: which codec, what it costs, what is kept 
 ddp.py, fsdp/     how each trainer hands over its buckets; uncompressed.py: those that no codec touches
 reduction.py      the engine: one bucket through a reduction; side_by_side.py: a bucket's gradients as a matrix
 hosted.py         the same where ranks share hosts
-layout.py         where gradients lie in chunks
+layout.py         where gradients lie in chunks; buckets.py: of one bucket of parameters
 error_feedback/   residuals: of one chunk, from step to step, on another number of ranks
+meetings.py       when ranks that train alone meet, and where they go from there; local_updates.py: how, under DDP
 momentum.py       AdamW's momentum in place of gradients; timetable.py: what travels in which step
 gather.py         rows of every rank to all ranks: FSDP2's parameters, and averages within a host
 options.py        arguments; parameters.py: names and exemptions; state.py: state dicts; stats.py: what is counted

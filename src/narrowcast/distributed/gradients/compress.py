@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.gradients import ddp
 from narrowcast.distributed.gradients.compression import GradientCompression
+from narrowcast.distributed.gradients.meetings import Meetings, SyncEvery
 from narrowcast.distributed.gradients.momentum import MomentumOptimizer
-from narrowcast.distributed.gradients.options import Exempt, Mode, one_dimensional
+from narrowcast.distributed.gradients.options import Exempt, Mode, one_dimensional, optimizers_of
 from narrowcast.distributed.gradients.timetable import Refresh, Schedule
 from narrowcast.errors import ModelKindError, SpecError
 
@@ -38,21 +39,21 @@ def compress_gradients(
     scaler: torch.amp.GradScaler | None = None,
     optimizer: object = None,
     residual_codec: AnyCodec | None = None,
+    sync_every: SyncEvery | None = None,
+    outer_lr: float = 1.0,
+    outer_momentum: float = 0.0,
 ) -> GradientCompression:
     """Compress the gradients of a DDP or FSDP2 model from the next backward on. Every rank calls it alike.
 
-    `model` is a DistributedDataParallel, or what `fully_shard` has been called on: all parameters in it that it
-    shards are meant. `gather` is then the codec in which parameters are gathered; None leaves that to torch.
-    `process_group` is that of a DDP model by default. Over all ranks, its gradients then follow the machine: ranks of a
-    host add up without loss, and the codec travels between hosts (as torchrun starts them: several, with as many ranks
-    on each, two or more). A 2-D DeviceMesh (hosts x local) says so itself; `dist.group.WORLD`, or any other group, that
-    all of its ranks are equal. With FSDP2 it is left out, or a 2-D mesh, replicas x shards, of which fully_shard was
-    given the shards alone: gradients are then averaged between replicas, too.
-
-    The other arguments are those of `GradientCompression`, which is returned; error_feedback="owner" has no meaning for
-    FSDP2 without replicas, whose sums are not quantized.
-    """
-    trainer, sharded = _trainer_of(model, momentum, gather)
+    `model` is a DistributedDataParallel, or what `fully_shard` was called on; then `gather` is the codec in which
+    parameters are gathered. `process_group` is that of a DDP model by default. Over all ranks gradients then follow the
+    machine: ranks of a host, as torchrun starts them, add up without loss, and the codec travels between hosts. A 2-D
+    mesh (hosts x local) says so itself; any group, that all are equal. With FSDP2: none, or replicas x shards.
+    `sync_every`: ranks train alone after the warm-up, and average how far their parameters have moved after so many
+    steps of `optimizer` (or a list of all): a number, "growing", a list of lengths, a function of the step. `outer_lr`
+    and `outer_momentum` are of the step after the average, as in DiLoCo. `sync()`, before saving, meets at once. The
+    other arguments are those of `GradientCompression`, which is returned."""
+    trainer, sharded = _trainer_of(model, momentum, gather, sync_every)
     state = GradientCompression(
         codec,
         error_feedback=error_feedback,
@@ -68,17 +69,43 @@ def compress_gradients(
         scaler=scaler,
         optimizer=optimizer,
         residual_codec=residual_codec,
+        meetings=meetings_of(sync_every, optimizer, momentum, warmup_steps, outer_lr, outer_momentum),
     )
-    _attach(trainer, state, sharded, gather)
-    return state
+    return _attach(trainer, state, sharded, gather)
 
 
-def _trainer_of(model: nn.Module, momentum: object, gather: AnyCodec | None) -> tuple[Any, bool]:
+def meetings_of(
+    sync_every: SyncEvery | None,
+    optimizer: object,
+    momentum: object,
+    warmup_steps: int,
+    outer_lr: float,
+    outer_momentum: float,
+) -> Meetings | None:
+    """What these arguments mean; None where gradients travel in every step."""
+    if sync_every is None:
+        for name, given, default in (("outer_lr", outer_lr, 1.0), ("outer_momentum", outer_momentum, 0.0)):
+            if given != default:
+                raise SpecError(
+                    f"{name}={given!r}: it is of the step after a meeting. Pass sync_every=, or leave it out."
+                )
+        return None
+    if momentum is not None:
+        raise SpecError(
+            f"momentum= with sync_every={sync_every!r}: the momentum travels in every step, and between meetings "
+            "nothing does. Pass one of them; with sync_every= the optimizer goes by optimizer=."
+        )
+    return Meetings(sync_every, warmup_steps, optimizers_of(optimizer), outer_lr, outer_momentum)
+
+
+def _trainer_of(model: nn.Module, momentum: object, gather: AnyCodec | None, sync_every: object) -> tuple[Any, bool]:
     """The DDP or FSDP2 model, and whether it is FSDP2's; refuses other models, and what one of the two cannot do."""
     trainer: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     sharded = _sharded(trainer)
     if sharded and momentum is not None:
         raise SpecError(f"momentum: {_NO_MOMENTUM}")
+    if sharded and sync_every is not None:
+        raise SpecError(f"sync_every: {_NO_MEETINGS}")
     if not sharded:
         _check_ddp(model, trainer)
         if gather is not None:
@@ -86,18 +113,23 @@ def _trainer_of(model: nn.Module, momentum: object, gather: AnyCodec | None) -> 
     return trainer, sharded
 
 
-def _attach(trainer: Any, state: GradientCompression, sharded: bool, gather: AnyCodec | None) -> None:
+def _attach(trainer: Any, state: GradientCompression, sharded: bool, gather: AnyCodec | None) -> GradientCompression:
     if sharded:
         from narrowcast.distributed.gradients.fsdp import shards
 
         shards.attach(trainer, state, gather)
     else:
         ddp.attach(trainer, state)
+    return state
 
 
 _NO_MOMENTUM = (
     "under FSDP2 a rank holds the momentum of its shards alone, and to send its own it would need the momentum of the "
     "whole model. Use DistributedDataParallel, or leave momentum= out."
+)
+_NO_MEETINGS = (
+    "under FSDP2 a rank holds a part of each parameter, and cannot train alone. Use DistributedDataParallel, or leave "
+    "sync_every= out."
 )
 _NO_GATHER = (
     "DistributedDataParallel keeps all parameters on every rank and gathers none. Leave it out, or use fully_shard."

@@ -28,6 +28,7 @@ from narrowcast.distributed.gradients.error_feedback import redistribution
 from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals, holder_among
 from narrowcast.distributed.gradients.layout import ChunkLayout
+from narrowcast.distributed.gradients.meetings import Meetings
 from narrowcast.distributed.gradients.momentum import EXEMPT_IN, MomentumOptimizer, momentum_of
 from narrowcast.distributed.gradients.options import Exempt, Mode, one_dimensional
 from narrowcast.distributed.gradients.parameters import Parameters
@@ -50,19 +51,18 @@ class GradientCompression:
       precise one that is about as fast as any, or none where the network is fast enough (`plan` says why). None: none.
     - `error_feedback`: keep what quantization loses, and send it along in the next step. True: at the sender and at
       the owner of a sum; "owner": there only, in 1/ranks of the memory; False. By default, what trains best: on from
-      4 to below 8 bits, from 2 with an `optimizer` like SGD, from 1 with `momentum`; off with one like Adam.
+      4 to below 8 bits, from 2 with an `optimizer` like SGD, from 1 with `momentum` or `meetings`; off with Adam.
       `residual_codec`: what it is kept in: "int8" takes a quarter of fp32's memory, "bf16" half.
     - `warmup_steps`: so many first steps travel in `warmup_codec`: uncompressed by default, with `momentum` in int4.
-    - `schedule(step)`: the codec of a step after those, in place of `codec`; None for no compression. It is called for
-      the first of them here already, so that one that cannot be is refused before training.
-    - `exempt`: which parameters travel without loss: `(name, parameter) -> bool`, a regex or several (searched in the
-      name), or None. By default those of one dimension. So do parameters with fewer elements than 128 a rank. In steps
-      that send the momentum their gradients are rounded to bf16 first.
+    - `schedule(step)`: the codec of a step after those, in place of `codec`; None for no compression.
+    - `exempt`: which parameters travel without loss (beside a momentum, in bf16): `(name, parameter) -> bool`, regexes
+      (searched in the name), or None. By default those of one dimension. So do those of less than 128 elements a rank.
     - `model`: whose parameters they are; it gives residuals their names. Without it they are numbered as they come.
     - `seed`: of stochastic rounding; drawn from torch's generator by default.
     - `momentum`: a `narrowcast.optim.AdamW`, whose momentum travels after the warm-up in place of gradients; its second
       moment is then updated in the steps that `refresh` names alone: every so many, "growing", or None (timetable.py).
       `scaler` is the GradScaler of the loss, if there is one.
+    - `meetings`: what `compress_gradients(..., sync_every=)` makes of its arguments: parameters are averaged, seldom.
     """
 
     def __init__(
@@ -82,13 +82,15 @@ class GradientCompression:
         scaler: torch.amp.GradScaler | None = None,
         optimizer: object = None,
         residual_codec: AnyCodec | None = None,
+        meetings: Meetings | None = None,
     ) -> None:
         self._auto, self._chosen = codec == "auto", False
         self.codec = None if codec is None or self._auto else options.codec_of(codec)
         self.plan: Plan | None = None
         """Why "auto" chose what it did."""
         self._feedback = error_feedback
-        self._kind = options.kind_of(optimizer, momentum)
+        self.meetings = meetings
+        self._kind = "changes" if meetings else options.kind_of(optimizer, momentum)
         self.error_feedback = options.mode_of(error_feedback, self.codec, schedule, self._kind)
         self._held_in = options.residual_codec_of(residual_codec, self.error_feedback, self._auto)
         self.momentum = momentum_of(momentum, codec, schedule, scaler)
@@ -148,10 +150,8 @@ class GradientCompression:
         Collective(group, call, lambda collective: collective.agree(), name="gradients").run_in_lane()
 
     def loaded_of_all(self) -> Sequence[Mapping[str, Any]]:
-        """The loaded states of all ranks that saved, where there is one rank now. One of several ranks is refused."""
-        loaded = self._loaded or {}
-        saved.check_holder(Holder(1, 0), loaded)
-        return list(loaded.get("everyone", ()))
+        """The loaded states of all ranks that saved, where there is one rank now."""
+        return saved.of_all(self._loaded or {})
 
     def _mode_of(self, codec: Codec | None) -> Mode:
         return options.mode_of(self._feedback, codec, self.timetable.schedule, self._kind)
@@ -166,7 +166,8 @@ class GradientCompression:
         """What every rank must have in common."""
         auto = "auto, " if self._auto else "" if self.codec else "none, "
         feedback = f"{self.error_feedback}" + (f" in {self._held_in.spec}" if self._held_in else "")
-        return f"{auto}error_feedback={feedback}, {self.timetable}, step={self.step}, {self.parameters}"
+        meetings = f"{self.meetings}, " if self.meetings else ""
+        return f"{auto}error_feedback={feedback}, {self.timetable}, {meetings}step={self.step}, {self.parameters}"
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -202,8 +203,8 @@ class GradientCompression:
         return Reduction(codec or lossless(bucket.dtype), layout, stats, probe, step, sent, rounded)
 
     def residuals_of(self, reduction: Reduction) -> Residuals | None:
-        """Those that a bucket of this step adds. What the momentum has left is no part of a gradient: it waits."""
-        return self.residuals if self.momentum is None or reduction.momentum else None
+        """Those that a bucket adds. What the momentum, or a meeting, has left is no part of a gradient: it waits."""
+        return self.residuals if self.meetings is None and (self.momentum is None or reduction.momentum) else None
 
     def reduce(self, group: Group | Mesh, reduction: Reduction, bucket: Bucket, words: str) -> None:
         """Reduce a bucket here and now, in a job of the lane, and count what it costs."""
@@ -224,8 +225,7 @@ class GradientCompression:
 
     def count_idle(self, index: int, numel: int, plain_bytes: int) -> None:
         """Count a bucket that torch reduces."""
-        reason = "auto: none" if self._auto else "codec=None"
-        self.counted.count(BucketStats(index, numel, numel, None, reason, plain_bytes, plain_bytes), None)
+        self.counted.count_plain(index, numel, "auto: none" if self._auto else "codec=None", plain_bytes)
 
     @property
     def error(self) -> BaseException | None:
@@ -237,12 +237,17 @@ class GradientCompression:
         stats = self.counted
         stats.steps = self.step - self._resumed_at
         stats.busy_seconds, stats.exposed_seconds = self.clock.busy, self.clock.exposed
+        stats.meetings = 0 if self.meetings is None else self.meetings.count - self.meetings.resumed_at
         if self.residuals is not None:
             self.residuals.measure(stats)
         return stats
 
+    def sync(self) -> None:
+        """With `sync_every`: average parameters over all ranks now, if there was a step since. Every rank calls it."""
+        if self.meetings is not None:
+            self.meetings.meet()
+
     def __str__(self) -> str:
-        """A line: in what gradients travel, and `stats()`."""
         how = "schedule" if self.timetable.schedule else "auto" if self._auto else ""
         return f"{options.spoken(self.codec, how, self._chosen, self.error_feedback)}: {self.stats()}"
 
@@ -254,27 +259,26 @@ class GradientCompression:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step of this rank depends on: numbers, strings and tensors. Every rank has its own."""
-        if self._loaded is not None:  # no step since
-            return {**self._loaded, "step": self.step}
-        of_momentum = self.momentum is not None
-        return saved.taken(self.step, self._seed, self.codec, self.error_feedback, self.residuals, of_momentum)
+        meetings = {} if self.meetings is None else {"meetings": self.meetings.state()}
+        settings = self.step, self._seed, self.codec, self.error_feedback, self.residuals, self.momentum is not None
+        loaded = self._loaded  # no bucket since
+        return {**(saved.taken(*settings) if loaded is None else loaded), "step": self.step, **meetings}
 
     def load_state_dict(
         self,
         state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         residuals: redistribution.Redistribution | None = None,
     ) -> None:
-        """Go on where `state_dict` was taken: by the same rank of as many, with the same parameters.
-
-        On other ranks, `residuals` says what becomes of them: "redistribute", with the states of all ranks that saved
-        as a list, or "drop", with one of them.
-        """
+        """Go on where `state_dict` was taken: by the same rank of as many, with the same parameters. On other ranks
+        `residuals` are "redistribute"d, from the states of all ranks that saved, or "drop"ped, from one."""
         state = redistribution.for_other_ranks(state, residuals, self.make_residuals is Residuals)
         saved.check(state)
-        saved.check_momentum(state, self.momentum is not None)
+        saved.check_kind(state, self.momentum is not None, self.meetings is not None, residuals is not None)
         codec = saved.codec_of(state) if self._auto else self.codec  # what was chosen then
         numels = self.parameters.numels | self.parameters.shares if self.parameters.named else None
         saved.check_fits(state, self._mode_of(codec), self.residuals, numels)
+        if self.meetings is not None:
+            self.meetings.load(state.get("meetings"))
         if self._auto:
             self._use(codec, self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])
@@ -285,11 +289,7 @@ class GradientCompression:
             self._take_residuals(state)
 
     def forget(self) -> None:
-        """Drop all residuals of this rank: the next step sends its gradients alone.
-
-        For a step that is not applied though all of its gradients are finite, by a rule of your own. One with a
-        gradient that is not finite leaves no residuals by itself. Every rank calls it, like every rank skips the step.
-        """
+        """Drop all residuals: for a step that every rank skips, by a rule of yours, though its gradients are finite."""
         if self.residuals is not None:
             self.residuals.load({})
         if self._loaded is not None:

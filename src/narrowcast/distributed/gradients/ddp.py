@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowcast.distributed import arguments
-from narrowcast.distributed.gradients import uncompressed
+from narrowcast.distributed.gradients import local_updates, uncompressed
+from narrowcast.distributed.gradients.buckets import layout_of, plain_bytes_of
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
+from narrowcast.distributed.gradients.error_feedback.outcome import raise_at_the_end
 from narrowcast.distributed.gradients.hosted import HostBucket
-from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, check_cover, lay_out
+from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.momentum import FormedMomentum
 from narrowcast.distributed.gradients.options import numbers
 from narrowcast.distributed.gradients.reduction import Bucket, FlatBucket, Reduction
@@ -42,12 +42,16 @@ def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
     _check_mesh(state.process_group, ddp)
     ranks = size_of(state.process_group, "compress_gradients")
     _watch_momentum(state, [p for p in ddp.parameters() if p.requires_grad], ranks)
+    if state.meetings is not None:
+        local_updates.name_parameters(ddp, state)
     if ranks > 1:
         state.agree(state.process_group, like.detach())
     if state.momentum is not None and ddp.find_unused_parameters:
         state.momentum.leave_unused_alone()
     state.trainer = weakref.ref(ddp)
     ddp.register_comm_hook(state, gradient_hook)
+    if state.meetings is not None:
+        local_updates.attach(ddp, state)
 
 
 def _watch_momentum(state: GradientCompression, parameters: Sequence[Tensor], ranks: int) -> None:
@@ -75,6 +79,8 @@ def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.
     except Exception as error:
         state.refuse(error, buffer.device)
         raise
+    if local_updates.is_alone(state):
+        return local_updates.keep(state, bucket)
     first, parameters = buffer.storage_offset(), bucket.parameters()
     offsets = [int(gradient.storage_offset() - first) for gradient in bucket.gradients()]
     # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
@@ -94,12 +100,12 @@ def average_bucket(
     if size_of(state.process_group, "compress_gradients") <= 1:
         return uncompressed.average_alone(state, buffer, parameters, offsets, index == 0, last)
     group = state.agree(state.process_group, buffer)
-    plain_bytes = _plain_bytes(buffer, group)
+    plain_bytes = plain_bytes_of(buffer, group)
     if state.idle:
         return uncompressed.average_by_torch(state, buffer, index, last, plain_bytes)
 
     def cut(all_exempt: bool) -> list[ChunkLayout]:
-        return _layout(state, parameters, offsets, buffer.numel(), group, all_exempt)
+        return layout_of(state, parameters, offsets, buffer.numel(), group, all_exempt)
 
     with group.refusing("gradients"):
         reduction = state.prepare(buffer, index, plain_bytes, cut, state.step)
@@ -157,7 +163,7 @@ def _start(
     if index == 0:
         state.clock.next_step()
     if last:
-        _raise_at_the_end(outcome)
+        raise_at_the_end(outcome)
 
     def job() -> list[Tensor]:
         if formed is not None and outcome.error is None:
@@ -189,55 +195,10 @@ def _error_of(work: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _raise_at_the_end(outcome: Outcome) -> None:
-    """Let backward() raise what a step failed with, as what it is: DDP makes a RuntimeError of what its futures raise.
-
-    The engine calls back in order. DDP has its callback queued after this one, and waits there for all buckets: what
-    this one queues comes after that.
-    """
-
-    def after_ddp() -> None:
-        if outcome.error is not None:
-            raise outcome.error
-
-    engine: Any = torch.autograd.Variable._execution_engine
-    with contextlib.suppress(RuntimeError):  # there is no backward, but a hook that is called by hand
-        engine.queue_callback(lambda: engine.queue_callback(after_ddp))
-        outcome.told = True
-
-
-def _layout(
-    state: GradientCompression,
-    parameters: Sequence[Tensor],
-    offsets: Sequence[int],
-    total: int,
-    group: Group | Mesh,
-    all_exempt: bool,
-) -> list[ChunkLayout]:
-    """How a bucket of `total` elements with these parameters is cut."""
-    key = (*map(id, parameters), *offsets, total, all_exempt)
-    if key not in state.layouts:
-        gradients = []
-        for parameter, offset in zip(parameters, offsets, strict=True):
-            name, numel = state.parameters.name_of(parameter), numbers(parameter) * parameter.numel()
-            exempt = all_exempt or state.parameters.is_exempt(name, numel, group.size)
-            gradients.append(Gradient(name, offset, numel, exempt))
-        check_cover(gradients, total)
-        state.layouts[key] = chunks = lay_out(gradients, group.size, at_once=group.nccl)
-        if isinstance(group, Mesh):
-            for chunk in chunks:
-                chunk.share_out(group.within.rank, group.within.size, group.between.size)
-    return state.layouts[key]
-
-
-def _plain_bytes(buffer: Tensor, group: Group | Mesh) -> int:
-    """What a rank sends without a codec: in a ring; where ranks share hosts, to other hosts."""
-    hosts, places = (group.between.size, group.within.size) if isinstance(group, Mesh) else (group.size, 1)
-    return 2 * arguments.nbytes(buffer) * (hosts - 1) // (hosts * places)
-
-
 def _check(state: GradientCompression, bucket: dist.GradBucket) -> None:
-    _check_join(state.trainer(), state.momentum is not None)
+    _check_join(state.trainer(), state.momentum is not None, state.meetings is not None)
+    if local_updates.is_alone(state):
+        local_updates.begin(state)
     if state.momentum is not None:
         # Those of a hook that was registered by hand have not been watched yet.
         _watch_momentum(state, bucket.parameters(), size_of(state.process_group, "compress_gradients"))
@@ -249,7 +210,7 @@ def _check(state: GradientCompression, bucket: dist.GradBucket) -> None:
         )
 
 
-def _check_join(ddp: Any, momentum: bool) -> None:
+def _check_join(ddp: Any, momentum: bool, meetings: bool) -> None:
     """Raise if a sum is to be divided by the number of ranks that have inputs left: DDP tells no hook how many have.
 
     A rank without inputs takes no optimizer step, so its momentum is not that of the others from then on.
@@ -258,6 +219,11 @@ def _check_join(ddp: Any, momentum: bool) -> None:
         raise SpecError(
             "join() with momentum=: a rank whose inputs have ended takes no optimizer step, and would send a momentum "
             "of the past. Give every rank as many batches, or leave momentum= out."
+        )
+    if meetings and ddp is not None and ddp._join_config.enable:
+        raise SpecError(
+            "join() with sync_every=: a rank whose inputs have ended takes no step, and would never come to the next "
+            "meeting. Give every rank as many batches, or leave sync_every= out."
         )
     if ddp is not None and ddp._join_config.enable and not getattr(ddp, "_divide_by_initial_world_size", True):
         raise SpecError(

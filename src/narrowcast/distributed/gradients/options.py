@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -62,9 +62,10 @@ def plain_name(name: str) -> str:
     return re.sub(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)", "", name).lstrip(".")
 
 
-Kind = Literal["momentum", "sgd", "adam"]
-"""What steps are made of: a momentum that travelled, gradients, or gradients over the root of a second moment."""
-FEWEST_BITS: dict[Kind | None, int] = {"momentum": 1, "sgd": 2, "adam": 8, None: 4}
+Kind = Literal["momentum", "changes", "sgd", "adam"]
+"""What steps are made of: a momentum that travelled, changes of parameters, gradients, or gradients over the root of a
+second moment."""
+FEWEST_BITS: dict[Kind | None, int] = {"momentum": 1, "changes": 1, "sgd": 2, "adam": 8, None: 4}
 """Error feedback is on by default from so many bits an element to below 8. Adam and its kind gain nothing by it: at 3
 bits and more losses are alike, and residuals cost memory; at fewer bits they swell the second moment, and the loss ends
 higher. SGD and Muon may gain down to 2 bits, and lose in `sign`. Where the optimizer is not known (None), it is on
@@ -79,8 +80,8 @@ def mode_of(given: Mode | None, codec: Codec | None, schedule: object = None, ki
     if given not in (True, False, "owner"):
         raise SpecError(
             f'error_feedback={given!r}: True (sender and owner), "owner" (there only), False, or None for what trains '
-            "best: True from 4 bits to below 8, from 2 with optimizer=torch.optim.SGD(...), from 1 with momentum=, "
-            "and False with an optimizer= like Adam."
+            "best: True from 4 bits to below 8, from 2 with optimizer=torch.optim.SGD(...), from 1 with momentum= or "
+            "sync_every=, and otherwise False with an optimizer= like Adam."
         )
     return given
 
@@ -119,6 +120,34 @@ def kind_of(optimizer: object, momentum: object) -> Kind | None:
     if isinstance(optimizer, (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))):
         return "sgd"
     return "adam" if isinstance(optimizer, tuple(getattr(torch.optim, name) for name in LIKE_ADAM)) else None
+
+
+def optimizers_of(given: object) -> list[Any]:
+    """The optimizers whose steps are counted on; a wrapper's is what it wraps."""
+    optimizers = []
+    for each in given if isinstance(given, (list, tuple)) else [given]:
+        optimizer: Any = each
+        while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        name = type(optimizer).__name__
+        if not hasattr(optimizer, "register_step_post_hook"):
+            raise SpecError(
+                f"optimizer={'None' if each is None else name}: with sync_every= ranks meet after its steps, so it is "
+                "the torch.optim.Optimizer of the model, or a list of all of them. Make it first, then pass "
+                "compress_gradients(ddp, ..., sync_every=10, optimizer=optimizer)."
+            )
+        if name in _NOT_ALONE:
+            raise SpecError(f"optimizer={name} with sync_every=: {_NOT_ALONE[name]}")
+        optimizers.append(optimizer)
+    return optimizers
+
+
+_NOT_ALONE = {
+    "LBFGS": "it calls backward as often as the loss of a rank asks for, so ranks would not take the same steps. Use "
+    "an optimizer with one backward a step, or leave sync_every= out.",
+    "ZeroRedundancyOptimizer": "it steps a part of the parameters on each rank, and sends them to the others in every "
+    "step. Use the optimizer that it wraps, or leave sync_every= out.",
+}
 
 
 LIKE_ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adafactor", "RMSprop", "Adagrad", "Adadelta")

@@ -56,7 +56,19 @@ def check(state: Mapping[str, Any]) -> None:
             raise StateDictError(f"state: the residual of {name} is a {type(residual).__name__}, and must be a tensor.")
 
 
-def check_momentum(state: Mapping[str, Any], here: bool) -> None:
+def of_all(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The states of all ranks that saved, for one rank. One of several ranks is refused."""
+    check_holder(Holder(1, 0), state)
+    return list(state.get("everyone", ()))
+
+
+def check_kind(state: Mapping[str, Any], momentum: bool, meetings: bool, other_ranks: bool) -> None:
+    """Raise if residuals are of something else than what travels here, or the state is of no use to another rank."""
+    _check_momentum(state, momentum)
+    _check_meetings(state, meetings, other_ranks)
+
+
+def _check_momentum(state: Mapping[str, Any], here: bool) -> None:
     """Raise if residuals are of the momentum, and gradients travel here, or the other way round."""
     there = bool(state.get("momentum", False))  # a state from before the momentum could travel has no such key
     if there != here and (state["sender"] or state["owner"]):
@@ -64,6 +76,22 @@ def check_momentum(state: Mapping[str, Any], here: bool) -> None:
         raise StateDictError(
             f"state: holds residuals of {words[there]}, and {words[here]} travel here. Pass the same momentum= as in "
             'the run that was saved, or start without residuals: load_state_dict(state, residuals="drop").'
+        )
+
+
+def _check_meetings(state: Mapping[str, Any], here: bool, other_ranks: bool) -> None:
+    """Raise if parameters of ranks were apart, and this is not the run, or the rank, to go on from there."""
+    there = state.get("meetings")
+    if (there is not None) != here and (state["sender"] or state["owner"]):
+        words = {True: "changes of parameters (sync_every=)", False: "gradients"}
+        raise StateDictError(
+            f"state: holds residuals of {words[there is not None]}, and here they are of {words[here]}. Pass the same "
+            'sync_every= as in the run that was saved, or start without: load_state_dict(state, residuals="drop").'
+        )
+    if there is not None and there["since"] and (other_ranks or not here):
+        raise StateDictError(
+            f"state: it was saved {there['since']} steps after a meeting, when each rank has parameters of its own: it "
+            "is for the same rank of as many, with sync_every=. Call compression.sync() before you save for others."
         )
 
 

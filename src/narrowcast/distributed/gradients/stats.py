@@ -78,6 +78,8 @@ class GradientStats:
     gather_plain_bytes: int = 0
     """What gathering parameters would have sent, where `gather=` compresses it (FSDP2)."""
     gather_sent_bytes: int = 0
+    meetings: int = 0
+    """How often ranks met to average their parameters, with `sync_every=`; that time is all among `exposed_seconds`."""
     residual_norm: float = 0.0
     owner_residual_norm: float = 0.0
     residual_bytes: int = 0
@@ -98,6 +100,8 @@ class GradientStats:
     def __str__(self) -> str:
         """A line of what matters most; `repr` has all of it."""
         words = [f"{self.steps} step{'' if self.steps == 1 else 's'}", self._sent()]
+        if self.meetings:
+            words.insert(1, f"{self.meetings} meeting{'' if self.meetings == 1 else 's'}")
         if self.gather_plain_bytes:
             words.append(f"parameters {_bytes(self.gather_sent_bytes)} in place of {_bytes(self.gather_plain_bytes)}")
         if self.busy_seconds:
@@ -133,6 +137,10 @@ class GradientStats:
         if bucket.codec is None:
             self.uncompressed[bucket.reason] = self.uncompressed.get(bucket.reason, 0) + 1
 
+    def count_plain(self, index: int, numel: int, reason: str, nbytes: int) -> None:
+        """Add a bucket that torch has reduced."""
+        self.count(BucketStats(index, numel, numel, None, reason, nbytes, nbytes), None)
+
     def count_gather(self, plain_bytes: int, sent_bytes: int, reason: str = "") -> None:
         """Add a parameter group that has been gathered; uncompressed, where there is a reason."""
         self.gather_plain_bytes += plain_bytes
@@ -144,6 +152,8 @@ class GradientStats:
         """Everything that a plot over steps can show. Names are such as MLflow takes: letters, digits, spaces, _-.:/"""
         named = ("saved_bytes", "sent_bytes", "ratio", "hidden_seconds", "exposed_seconds")
         scalars = {name: float(getattr(self, name)) for name in (*named, "residual_norm", "owner_residual_norm")}
+        if self.meetings:
+            scalars["meetings"] = float(self.meetings)
         for reason, count in self.uncompressed.items():
             scalars[f"uncompressed/{re.sub('[^A-Za-z0-9_.:/ -]', ' ', reason)}"] = float(count)
         for index, bucket in self.buckets.items():

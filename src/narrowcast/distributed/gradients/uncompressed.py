@@ -22,7 +22,7 @@ def average_alone(
 ) -> torch.futures.Future[Tensor]:
     """The average of one rank. Residuals of several ranks, from before, are added in the first step that is applied."""
     states = state.loaded_of_all()
-    if states and state.momentum is None:
+    if states and state.momentum is None and state.meetings is None:
         outcome = state.outcome_of(first)
         for parameter, offset in zip(parameters, offsets, strict=True):
             residual = added_to_average(states, state.parameters.name_of(parameter))

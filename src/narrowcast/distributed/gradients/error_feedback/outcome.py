@@ -13,8 +13,10 @@ are. On CUDA they come to the host by themselves, and are waited for when the ne
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,6 +84,23 @@ class Outcome:
             event.synchronize()
             self._finite = self._finite and not math.isnan(float(host))
         return self._finite and self.complete and not self.left_out and self.error is None
+
+
+def raise_at_the_end(outcome: Outcome) -> None:
+    """Let backward() raise what a step failed with, as what it is: DDP makes a RuntimeError of what its futures raise.
+
+    The engine calls back in order. DDP has its callback queued after this one, and waits there for all buckets: what
+    this one queues comes after that.
+    """
+
+    def after_ddp() -> None:
+        if outcome.error is not None:
+            raise outcome.error
+
+    engine: Any = torch.autograd.Variable._execution_engine
+    with contextlib.suppress(RuntimeError):  # there is no backward, but a hook that is called by hand
+        engine.queue_callback(lambda: engine.queue_callback(after_ddp))
+        outcome.told = True
 
 
 def share(outcome: Outcome, group: Group, step: int) -> None:

@@ -1,0 +1,44 @@
+"""How a bucket of several parameters is cut for a reduction, and what it would cost without a codec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from narrowcast.distributed import arguments
+from narrowcast.distributed.gradients.compression import GradientCompression
+from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, check_cover, lay_out
+from narrowcast.distributed.gradients.options import numbers
+from narrowcast.distributed.protocols.mesh import Mesh
+from narrowcast.distributed.transport.group import Group
+
+
+def layout_of(
+    state: GradientCompression,
+    parameters: Sequence[Tensor],
+    offsets: Sequence[int],
+    total: int,
+    group: Group | Mesh,
+    all_exempt: bool,
+) -> list[ChunkLayout]:
+    """How a bucket of `total` elements with these parameters is cut."""
+    key = (*map(id, parameters), *offsets, total, all_exempt)
+    if key not in state.layouts:
+        gradients = []
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            name, numel = state.parameters.name_of(parameter), numbers(parameter) * parameter.numel()
+            exempt = all_exempt or state.parameters.is_exempt(name, numel, group.size)
+            gradients.append(Gradient(name, offset, numel, exempt))
+        check_cover(gradients, total)
+        state.layouts[key] = chunks = lay_out(gradients, group.size, at_once=group.nccl)
+        if isinstance(group, Mesh):
+            for chunk in chunks:
+                chunk.share_out(group.within.rank, group.within.size, group.between.size)
+    return state.layouts[key]
+
+
+def plain_bytes_of(buffer: Tensor, group: Group | Mesh) -> int:
+    """What a rank sends without a codec: in a ring; where ranks share hosts, to other hosts."""
+    hosts, places = (group.between.size, group.within.size) if isinstance(group, Mesh) else (group.size, 1)
+    return 2 * arguments.nbytes(buffer) * (hosts - 1) // (hosts * places)
