@@ -2,10 +2,10 @@
 
 compress.py       compress_gradients, the one line that a training script adds
 compression.py    GradientCompression: which codec, what it costs, what is kept from step to step
-ddp.py, fsdp/     how each trainer hands over its buckets; uncompressed.py: those that no codec touches
+ddp.py, fsdp/     how each trainer hands over its buckets; handed.py: those of DDP; uncompressed.py: without a codec
 reduction.py      the engine: one bucket through a reduction; side_by_side.py: a bucket's gradients as a matrix
 hosted.py         the same where ranks share hosts
-layout.py         where gradients lie in chunks
+layout.py         where gradients lie in chunks; runs.py: the rows that chunks are encoded in
 error_feedback/   residuals: of one chunk, from step to step, on another number of ranks
 momentum.py       AdamW's momentum in place of gradients; timetable.py: what travels in which step
 gather.py         rows of every rank to all ranks: FSDP2's parameters, and averages within a host
