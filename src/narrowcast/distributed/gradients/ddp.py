@@ -187,6 +187,8 @@ def _start(
         if last and outcome.error is not None and not outcome.told:
             raise outcome.error
         outcome.complete = last and outcome.error is None
+        if outcome.complete:
+            state.counted.end_step(index)
         return joined.buffers
 
     work = group.lane.start("gradients", job, joined.buffers, async_op=True)

@@ -133,6 +133,10 @@ class GradientStats:
         if bucket.codec is None:
             self.uncompressed[bucket.reason] = self.uncompressed.get(bucket.reason, 0) + 1
 
+    def end_step(self, last: int) -> None:
+        """Drop buckets after the last one: a step may have fewer than the one before, where the first one waits."""
+        self.buckets = {index: bucket for index, bucket in self.buckets.items() if index <= last}
+
     def count_gather(self, plain_bytes: int, sent_bytes: int, reason: str = "") -> None:
         """Add a parameter group that has been gathered; uncompressed, where there is a reason."""
         self.gather_plain_bytes += plain_bytes
