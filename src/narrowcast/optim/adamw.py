@@ -155,8 +155,9 @@ class AdamW(Travelling):
         marked = self._marked
         for parameter in marked:
             self._check_takes_momentum(parameter)
-            self.state[parameter].setdefault(COUNT, self.state[parameter]["step"].clone())
-            self._behind.add(parameter)
+            if COUNT not in (state := self.state[parameter]):
+                state[COUNT] = state["step"].clone()
+        self._behind |= marked
         chosen = [
             (group, [each for each in group["params"] if each.grad is not None and self._apart(each, group)])
             for group in self.param_groups
@@ -171,17 +172,16 @@ class AdamW(Travelling):
 
     def _update_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         marked, grad_scale = self._marked, getattr(self, "grad_scale", None)
-        floats = []
+        floats: dict[bool, list[Tensor]] = {True: [], False: []}
         for parameter in parameters:
             if not self._in_rows(parameter, group):
-                floats.append(parameter)
+                floats[parameter in marked].append(parameter)
                 continue
             state = self.state[parameter]
             if not state:
                 state.update(rows.new_state(parameter, group))
             rows.update(parameter, state, group, takes_momentum=parameter in marked, grad_scale=grad_scale)
-        for takes_momentum in (True, False):
-            these = [each for each in floats if (each in marked) == takes_momentum]
+        for takes_momentum, these in floats.items():
             for tensors in alike(these, self.state, self.divisor_of if takes_momentum else None):
                 update(group, tensors, takes_momentum=takes_momentum, grad_scale=grad_scale)
 

@@ -51,11 +51,11 @@ class Travelling(torch.optim.AdamW):
 
         Of a second moment in floats it is kept until that changes: 4 bytes a parameter, and half of the time of a step.
         """
-        self._check_takes_momentum(parameter)
-        group, state = self._group_of(parameter), self.state[parameter]
-        if rows.SECOND in state:
+        group, state = self._group_of(parameter), self.state.get(parameter) or {}
+        second: Tensor | None = state.get("max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq")
+        if second is None or group["differentiable"]:
+            self._check_takes_momentum(parameter)
             return _divisor(rows.second_moment(parameter, state, group["state"]), group, state)
-        second: Tensor = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
         count = state.get(COUNT, state["step"])
         updates = float(count) if count.device.type == "cpu" else None
         key = id(second), second._version, updates, group["betas"][1], group["eps"]

@@ -38,7 +38,7 @@ def layout_of(
     return state.layouts[key]
 
 
-def plain_bytes_of(buffer: Tensor, group: Group | Mesh) -> int:
-    """What a rank sends without a codec: in a ring; where ranks share hosts, to other hosts."""
+def plain_bytes_of(buffers: Sequence[Tensor], group: Group | Mesh) -> int:
+    """What a rank sends of these without a codec: in a ring; where ranks share hosts, to other hosts."""
     hosts, places = (group.between.size, group.within.size) if isinstance(group, Mesh) else (group.size, 1)
-    return 2 * arguments.nbytes(buffer) * (hosts - 1) // (hosts * places)
+    return 2 * sum(map(arguments.nbytes, buffers)) * (hosts - 1) // (hosts * places)

@@ -27,6 +27,7 @@ from narrowcast.distributed.gradients import state as saved
 from narrowcast.distributed.gradients.error_feedback import redistribution
 from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals, holder_among
+from narrowcast.distributed.gradients.handed import Handed
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.meetings import Meetings
 from narrowcast.distributed.gradients.momentum import EXEMPT_IN, MomentumOptimizer, momentum_of
@@ -103,8 +104,8 @@ class GradientCompression:
         self.travel_at(warmup_steps)  # so that a wrong schedule raises now, not in backward, when DDP has its only hook
         self.parameters = Parameters(model, exempt)
         self._seed = checks.seed(seed)
-        self.layouts: dict[object, list[ChunkLayout]] = {}
-        """How buckets are cut, by what ddp.py or fsdp/ knows them by."""
+        self.layouts: dict[object, list[ChunkLayout]] = {}  # how buckets are cut, by what ddp.py or fsdp/ knows them by
+        self.waiting: Handed | None = None
         self.residuals: Residuals | None = None
         self.make_residuals: Callable[[Mode, Holder], Residuals] = Residuals
         self._outcome, self._agreed = Outcome(), False
@@ -187,20 +188,19 @@ class GradientCompression:
         return self._outcome
 
     def prepare(
-        self, bucket: Tensor, index: int, plain_bytes: int, lay_out: Callable[[bool], list[ChunkLayout]], step: int
+        self, bucket: Sequence[Tensor], index: int, plain: int, lay_out: Callable[[bool], list[ChunkLayout]], step: int
     ) -> Reduction:
-        """What a bucket of this step travels in. `lay_out(all_exempt)` says how it is cut."""
+        """What a bucket of this step travels in. `lay_out(all_exempt)` says how it is cut; `plain` is its bytes."""
         codec, reason, momentum = self.travel_at(step)
-        layout = lay_out(codec is None)
-        ranks = len(bucket) if bucket.dim() == 2 else 1  # exempt elements of a matrix are counted in columns
+        layout, numel, dtype = lay_out(codec is None), sum(each.numel() for each in bucket), bucket[0].dtype
+        ranks = len(bucket[0]) if bucket[0].dim() == 2 else 1  # exempt elements of a matrix are counted in columns
         exempt = ranks * sum(chunk.exempt_numel for chunk in layout)
-        if exempt == bucket.numel() and codec is not None:
+        if exempt == numel and codec is not None:
             codec, reason = None, "nothing to compress"
-        stats = BucketStats(index, bucket.numel(), exempt, None if codec is None else codec.spec, reason, plain_bytes)
+        stats = BucketStats(index, numel, exempt, None if codec is None else codec.spec, reason, plain)
         probed = codec is not None and (step % PROBE_EVERY == 0 or self.counted.unprobed(stats))
-        probe = Probe() if probed else None
-        sent, rounded = momentum and codec is not None, EXEMPT_IN.get(bucket.dtype) if momentum else None
-        return Reduction(codec or lossless(bucket.dtype), layout, stats, probe, step, sent, rounded)
+        sent, rounded = momentum and codec is not None, EXEMPT_IN.get(dtype) if momentum else None
+        return Reduction(codec or lossless(dtype), layout, stats, Probe() if probed else None, step, sent, rounded)
 
     def residuals_of(self, reduction: Reduction) -> Residuals | None:
         """Those that a bucket adds. What the momentum, or a meeting, has left is no part of a gradient: it waits."""

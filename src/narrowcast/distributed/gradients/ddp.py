@@ -20,6 +20,7 @@ from narrowcast.distributed.gradients import local_updates, uncompressed
 from narrowcast.distributed.gradients.buckets import layout_of, plain_bytes_of
 from narrowcast.distributed.gradients.compression import GradientCompression
 from narrowcast.distributed.gradients.error_feedback.outcome import raise_at_the_end
+from narrowcast.distributed.gradients.handed import Handed, Joined, last_result
 from narrowcast.distributed.gradients.hosted import HostBucket
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.momentum import FormedMomentum
@@ -56,8 +57,8 @@ def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
 
 def _watch_momentum(state: GradientCompression, parameters: Sequence[Tensor], ranks: int) -> None:
     if state.momentum is not None:
-        named = [(state.parameters.name_of(p), p) for p in parameters if state.parameters.travels_in_codec(p, ranks)]
-        state.momentum.watch(named)
+        travelling = [p for p in parameters if state.parameters.travels_in_codec(p, ranks)]
+        state.momentum.watch((state.parameters.name_of(p), p) for p in state.momentum.unwatched(travelling))
 
 
 def _check_mesh(given: Given, ddp: Any) -> None:
@@ -85,7 +86,18 @@ def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.
     offsets = [int(gradient.storage_offset() - first) for gradient in bucket.gradients()]
     # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
     offsets = [offset * numbers(p) for offset, p in zip(offsets, parameters, strict=True)]
-    return average_bucket(state, buffer, parameters, offsets, bucket.index(), bucket.is_last())
+    handed = Handed(buffer, parameters, offsets, bucket.index(), bucket.is_last())
+    waiting = state.waiting if handed.index else None  # what waited in a backward that broke off waits no more
+    state.waiting = None
+    if waiting is not None and not waiting.joins(handed):
+        given = waiting.buffer, waiting.parameters, waiting.offsets, waiting.index, waiting.last
+        average_bucket(state, *given).add_done_callback(waiting.settle)
+        waiting = None
+    ranks = size_of(state.process_group, "compress_gradients")
+    if handed.waits(state.trainer(), state.travel_at(state.step).codec, ranks):
+        state.waiting = handed
+        return handed.averaged
+    return average_bucket(state, buffer, parameters, offsets, handed.index, handed.last, waiting)
 
 
 def average_bucket(
@@ -95,47 +107,48 @@ def average_bucket(
     offsets: Sequence[int],
     index: int,
     last: bool,
+    waiting: Handed | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Average a bucket over all ranks, in place: a future of it. Offsets are counted in elements of the buffer."""
+    """Average a bucket over all ranks, in place: a future of it. Offsets are counted in elements of the buffer.
+
+    One that waited for it travels along."""
     if size_of(state.process_group, "compress_gradients") <= 1:
         return uncompressed.average_alone(state, buffer, parameters, offsets, index == 0, last)
     group = state.agree(state.process_group, buffer)
-    plain_bytes = plain_bytes_of(buffer, group)
     if state.idle:
-        return uncompressed.average_by_torch(state, buffer, index, last, plain_bytes)
+        return uncompressed.average_by_torch(state, buffer, index, last, plain_bytes_of([buffer], group))
+    handed = Handed(buffer, parameters, offsets, index, last)
+    joined = Joined([handed] if waiting is None else [waiting, handed])
 
     def cut(all_exempt: bool) -> list[ChunkLayout]:
-        return layout_of(state, parameters, offsets, buffer.numel(), group, all_exempt)
+        return layout_of(state, joined.parameters, joined.offsets, joined.numel, group, all_exempt)
 
     with group.refusing("gradients"):
-        reduction = state.prepare(buffer, index, plain_bytes, cut, state.step)
-        outcome = state.outcome_of(index == 0)
+        reduction = state.prepare(joined.buffers, joined.index, plain_bytes_of(joined.buffers, group), cut, state.step)
+        outcome = state.outcome_of(joined.index == 0)
         residuals = state.residuals_of(reduction)
-        given = buffer, reduction.layout, residuals, outcome, reduction.probe
+        given = joined.buffers[0], reduction.layout, residuals, outcome, reduction.probe
         bucket = HostBucket(*given, group) if isinstance(group, Mesh) else FlatBucket(*given)
-        bucket.exempt_in = reduction.exempt_in
-        formed = _form(state, reduction, buffer, parameters, offsets, group.size)
-        future = _start(state, group, reduction, bucket, last, formed)
+        bucket.exempt_in, bucket.also = reduction.exempt_in, joined.buffers[1:]
+        formed = _form(state, reduction, joined, group.size)
+        future = _start(state, group, reduction, bucket, joined, formed)
     if last:
         state.clock.handed_over()
         state.step += 1
     return future
 
 
-def _form(
-    state: GradientCompression,
-    reduction: Reduction,
-    buffer: Tensor,
-    parameters: Sequence[Tensor],
-    offsets: Sequence[int],
-    ranks: int,
-) -> FormedMomentum | None:
-    """What the gradients of a bucket become before they travel, but for exempt ones: the momentum, where it is due."""
+def _form(state: GradientCompression, reduction: Reduction, joined: Joined, ranks: int) -> FormedMomentum | None:
+    """What the gradients of buckets become before they travel, but for exempt ones: the momentum, where it is due."""
     if state.momentum is None or not reduction.momentum:
         return None
-    both = zip(parameters, offsets, strict=True)
-    travelling = [(p, offset) for p, offset in both if state.parameters.travels_in_codec(p, ranks)]
-    return state.momentum.hand_over([p for p, _ in travelling], [_view(buffer, *each) for each in travelling])
+    travelling = [
+        (parameter, _view(bucket.buffer, parameter, offset))
+        for bucket in joined.buckets
+        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
+        if state.parameters.travels_in_codec(parameter, ranks)
+    ]
+    return state.momentum.hand_over([p for p, _ in travelling], [gradient for _, gradient in travelling])
 
 
 def _view(buffer: Tensor, parameter: Tensor, offset: int) -> Tensor:
@@ -156,10 +169,10 @@ def _start(
     group: Group | Mesh,
     reduction: Reduction,
     bucket: Bucket,
-    last: bool,
+    joined: Joined,
     formed: FormedMomentum | None,
 ) -> torch.futures.Future[Tensor]:
-    index, outcome = reduction.stats.index, bucket.outcome
+    index, last, outcome = joined.index, joined.last, bucket.outcome
     if index == 0:
         state.clock.next_step()
     if last:
@@ -180,11 +193,16 @@ def _start(
         if last and outcome.error is not None and not outcome.told:
             raise outcome.error
         outcome.complete = last and outcome.error is None
-        return [bucket.gradients]
+        if outcome.complete:
+            state.counted.end_step(index)
+        return joined.buffers
 
-    work = group.lane.start("gradients", job, [bucket.gradients], async_op=True)
+    work = group.lane.start("gradients", job, joined.buffers, async_op=True)
     assert work is not None
-    return work.get_future().then(uncompressed.first_result)
+    future = work.get_future()
+    for waited in joined.buckets[:-1]:
+        future.add_done_callback(waited.settle)
+    return future.then(last_result)
 
 
 def _error_of(work: Callable[[], None]) -> Exception | None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from narrowcast.distributed.collective import Collective
 from narrowcast.distributed.encoder import Encoder, lossless
-from narrowcast.distributed.gradients.layout import ChunkLayout, exempt_runs, runs_of
+from narrowcast.distributed.gradients.layout import ChunkLayout
+from narrowcast.distributed.gradients.runs import exempt_runs, runs_of
 from narrowcast.distributed.protocols import pipeline
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.agreement import Call

@@ -92,7 +92,7 @@ class _SummedChunk(Chunk):
         self, bucket: HostBucket, collective: Collective, layout: ChunkLayout, share: Share, index: int
     ) -> None:
         places = collective.size
-        self._here = here = SideBySide(collective, bucket.gradients, layout, index, places * len(share.exempt))
+        self._here = here = SideBySide(collective, bucket.buffers, layout, index, places * len(share.exempt))
         regions = (here.exempt, share.exempt), (here.matrix, share.matrix)
         segments = [
             Segment(collective.encoder, gradients.view(places, -1).unbind(), [sums.view(-1)] * places)
@@ -139,7 +139,7 @@ class _AveragedChunk(GatheredChunk):
     ) -> None:
         places = collective.size
         self._bucket = bucket
-        self._here = here = SideBySide(collective, bucket.gradients, layout, index, places * len(share.exempt))
+        self._here = here = SideBySide(collective, bucket.buffers, layout, index, places * len(share.exempt))
         regions = (share.exempt, here.exempt), (share.matrix, here.matrix)
         runs = [
             (collective.encoder, averages.view(-1), everyones.view(places, -1).unbind())

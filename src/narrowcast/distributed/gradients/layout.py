@@ -18,14 +18,15 @@ For exempt parameters, which travel without loss, the result does not depend on 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from narrowcast.codecs import Codec
 from narrowcast.errors import CollectiveError
 
 UNIT = 128
@@ -141,6 +142,16 @@ class Gradient:
     """Where sharded: how many columns it has, padding included."""
 
 
+class Place(NamedTuple):
+    """Where elements of a section are: in the bucket, and in the matrix of the chunk."""
+
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+    row: int
+    column: int
+
+
 @dataclass(eq=False)
 class ChunkLayout:
     """What is reduced at once: sections side by side, and runs (offset, length) of exempt elements, or columns."""
@@ -185,46 +196,29 @@ class ChunkLayout:
                 runs.append(span)
         return runs
 
+    @functools.cached_property
+    def places(self) -> list[Place]:
+        """Where all elements of sections are, in order: what `Section.elements` and `Section.places` say, at once."""
+        places = []
+        for section, offset, span in self.spans():
+            rows, first = section.whole_rows, offset + section.start
+            if rows:
+                places.append(Place((rows, section.columns), first, (section.part, 1), 0, span.start))
+            if section.rest:
+                places.append(Place((section.rest,), first + rows * section.part, (1,), rows, span.start))
+        return places
+
+    @functools.cached_property
+    def _padded(self) -> list[tuple[Section, slice]]:
+        return [(section, span) for section, _, span in self.spans() if section.whole_rows < section.ranks]
+
     def padding(self, matrix: Tensor) -> list[Tensor]:
         """What no element of a gradient fills of a chunk's matrix [ranks, columns]."""
-        return [view for section, _, span in self.spans() for view in section.padding(matrix[:, span])]
+        return [view for section, span in self._padded for view in section.padding(matrix[:, span])]
 
-
-@dataclass(frozen=True)
-class Run:
-    """Neighbouring columns that are encoded as one row."""
-
-    key: int
-    columns: slice
-    """Where its gradients are: in the matrix of the chunk, or of the call where sharded."""
-    places: slice
-    """In the matrix of the chunk."""
-
-
-def runs_of(layout: ChunkLayout, codec: Codec, *, sharded: bool) -> list[Run]:
-    """The rows of a chunk: as few as keep each section's bytes independent of its neighbours."""
-    alone = codec.stochastic or codec.block == "row" or (isinstance(codec.block, int) and UNIT % codec.block != 0)
-    runs: list[Run] = []
-    for section, offset, places in layout.spans():
-        start = offset + section.start if sharded else places.start
-        columns = slice(start, start + section.columns)
-        last = runs[-1] if runs and not alone else None
-        if last and last.columns.stop == start and (start - last.columns.start) % UNIT == 0:
-            runs[-1] = Run(0, slice(last.columns.start, columns.stop), slice(last.places.start, places.stop))
-        else:
-            runs.append(Run(section.key if alone else 0, columns, places))
-    return runs
-
-
-def exempt_runs(layout: ChunkLayout) -> list[slice]:
-    """The exempt elements (or columns) of a chunk, neighbours as one."""
-    runs: list[slice] = []
-    for offset, count in layout.exempt:
-        if runs and runs[-1].stop == offset:
-            runs[-1] = slice(runs[-1].start, offset + count)
-        else:
-            runs.append(slice(offset, offset + count))
-    return runs
+    def padding_of(self, rank: int, owned: Tensor) -> list[Tensor]:
+        """The same of the row that `rank` owns [columns]."""
+        return [owned[span][section.owned(rank) :] for section, span in self._padded]
 
 
 def elements_at_once(ranks: int) -> int:

@@ -113,7 +113,7 @@ def keep(state: GradientCompression, bucket: dist.GradBucket) -> torch.futures.F
     group = None
     if size_of(state.process_group, "compress_gradients") > 1:
         group = state.agree(state.process_group, buffer)
-        state.counted.plain_bytes += plain_bytes_of(buffer, group)
+        state.counted.plain_bytes += plain_bytes_of([buffer], group)
     if bucket.index() == 0:
         state.outcome_of(first=True)
     ends = meetings.is_last_step(state.step)
@@ -228,7 +228,7 @@ def _average(state: GradientCompression, meetings: Meetings, changes: Sequence[C
     with _awaited(state, counts_itself=not state.idle):
         if state.idle:
             for index, some in enumerate(changes):
-                state.count_idle(index, some.buffer.numel(), plain_bytes_of(some.buffer, group))
+                state.count_idle(index, some.buffer.numel(), plain_bytes_of([some.buffer], group))
                 dist.all_reduce(some.buffer.div_(group.size), group=state.members)
         else:
             with group.refusing("gradients"):
@@ -274,6 +274,6 @@ def _prepared(
         return layout_of(state, parameters, changes.offsets, buffer.numel(), group, all_exempt)
 
     # The codec is that of the step that the meeting follows.
-    reduction = state.prepare(buffer, index, plain_bytes_of(buffer, group), cut, state.step - 1)
+    reduction = state.prepare([buffer], index, plain_bytes_of([buffer], group), cut, state.step - 1)
     given = buffer, reduction.layout, state.residuals, outcome, reduction.probe
     return reduction, HostBucket(*given, group) if isinstance(group, Mesh) else FlatBucket(*given)

@@ -88,9 +88,13 @@ class Momentum:
         self._sent_in: dict[Tensor, Outcome] = {}
         """The step that sent the momentum of a parameter last."""
 
+    def unwatched(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Those that `watch` has not seen."""
+        return [parameter for parameter in parameters if parameter not in self._watched]
+
     def watch(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Raise unless the momentum of all these parameters can travel. Notice gradients that are added to it."""
-        parameters = {name: parameter for name, parameter in named if parameter not in self._watched}
+        parameters = dict(named)
         if not parameters:
             return
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
@@ -200,16 +204,18 @@ class FormedMomentum:
             return
         if self.scale is not None:
             torch._foreach_div_(self.gradients, self.scale)
-        by_beta: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-        for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
-            gradients, moments = by_beta.setdefault(self.optimizer.beta1_of(parameter), ([], []))
-            gradients.append(gradient)
-            moments.append(self.optimizer.momentum_of(parameter).to(gradient.dtype))
-        for beta, (gradients, moments) in by_beta.items():
-            torch._foreach_lerp_(gradients, moments, beta)
-        self._divisors = [
-            self.optimizer.divisor_of(parameter).to(self.gradients[0].dtype) for parameter in self.parameters
-        ]
+        optimizer, dtype = self.optimizer, self.gradients[0].dtype
+        moments = [optimizer.momentum_of(parameter).to(dtype) for parameter in self.parameters]
+        betas = [optimizer.beta1_of(parameter) for parameter in self.parameters]
+        self._divisors = [optimizer.divisor_of(parameter).to(dtype) for parameter in self.parameters]
+        if self.gradients[0].device.type == "cpu":  # one by one: a gradient stays in the cache until it is formed
+            for gradient, moment, beta, divisor in zip(self.gradients, moments, betas, self._divisors, strict=True):
+                gradient.lerp_(moment, beta).div_(divisor)
+                _bound(gradient)
+            return
+        for beta in set(betas):
+            chosen = [i for i, each in enumerate(betas) if each == beta]
+            torch._foreach_lerp_([self.gradients[i] for i in chosen], [moments[i] for i in chosen], beta)
         torch._foreach_div_(self.gradients, self._divisors)
         for gradient in self.gradients:
             _bound(gradient)

@@ -21,6 +21,7 @@ class Parameters:
         """Of which this rank has residuals of a share: its elements."""
         self.exempts: dict[str, bool] = {}
         self._names: dict[int, str] = {}
+        self._travels: dict[tuple[int, int], bool] = {}
         self._rule = rule_of(exempt)
         if model is not None:
             for name, parameter in model.named_parameters():
@@ -38,8 +39,11 @@ class Parameters:
 
     def travels_in_codec(self, parameter: Tensor, ranks: int) -> bool:
         """Whether a parameter is not exempt, among so many ranks."""
-        name = self.name_of(parameter)
-        return not self.is_exempt(name, self.numels[name], ranks)
+        key = id(parameter), ranks
+        if key not in self._travels:
+            name = self.name_of(parameter)
+            self._travels[key] = not self.is_exempt(name, self.numels[name], ranks)
+        return self._travels[key]
 
     def __str__(self) -> str:
         """What every rank must have in common, in few words."""

@@ -27,7 +27,8 @@ from narrowcast.distributed.gradients.error_feedback.held import StepResiduals
 from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.distributed.gradients.error_feedback.residuals import Residuals
 from narrowcast.distributed.gradients.error_feedback.segment import FeedbackSegment
-from narrowcast.distributed.gradients.layout import ChunkLayout, Run, exempt_runs, runs_of
+from narrowcast.distributed.gradients.layout import ChunkLayout
+from narrowcast.distributed.gradients.runs import Run, exempt_runs, runs_of
 from narrowcast.distributed.gradients.side_by_side import SideBySide
 from narrowcast.distributed.gradients.stats import BucketStats, Probe
 from narrowcast.distributed.protocols import two_stage
@@ -64,11 +65,18 @@ class Bucket:
     probe: Probe | None
     exempt_in: torch.dtype | None = field(default=None, kw_only=True)
     """What exempt gradients are rounded to; None: they travel without loss."""
+    also: Sequence[Tensor] = field(default=(), kw_only=True)
+    """Flat buffers that follow `gradients`: the layout counts on through them."""
 
     @property
     def words(self) -> str:
         """What else ranks must agree on."""
         return ""
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All of its gradients."""
+        return [self.gradients, *self.also]
 
     def phases(self, group: Group | Mesh, call: Call, plain_bytes: int, seed: int) -> list[Collective]:
         """The collectives that reduce it, one after the other: here, one of all ranks."""
@@ -128,8 +136,8 @@ class GradientChunk(Chunk):
             for view in self.layout.padding(self.step.next_sender):
                 view.zero_()
         if self.step.next_owner is not None:
-            for section, _, span in self.layout.spans():
-                self.step.next_owner[span][section.owned(self.rank) :].zero_()
+            for view in self.layout.padding_of(self.rank, self.step.next_owner):
+                view.zero_()
         self.step.end()
 
     def averaged(self, exact: Codec, exempt: Tensor, matrix: Tensor, probe: Probe | None) -> list[Segment]:
@@ -186,7 +194,7 @@ class _FlatChunk(GradientChunk):
     def __init__(self, bucket: FlatBucket, collective: Collective, layout: ChunkLayout, index: int) -> None:
         self.collective, self.layout, self.step = collective, layout, bucket.residuals_of(layout, collective, index)
         self._bucket = bucket
-        self._here = here = SideBySide(collective, bucket.gradients, layout, index)
+        self._here = here = SideBySide(collective, bucket.buffers, layout, index)
         exact = lossless(bucket.exempt_in or bucket.gradients.dtype)
         segments = self.averaged(exact, here.exempt, here.matrix, bucket.probe)
         super().__init__(collective, segments, index, bucket.divisor or collective.size, eager=False)
@@ -198,7 +206,7 @@ class _FlatChunk(GradientChunk):
         round_to(self._bucket.exempt_in, self._here.exempt)
         if self.step.sender is not None and self.step.next_sender is not None:
             places = self._here.places(self.step.next_sender)
-            self.add_residuals(self._here.places(self.step.sender), self._here.gradients(), places)
+            self.add_residuals(self._here.places(self.step.sender), self._here.gradients, places)
         else:
             self._here.gather()
 

@@ -141,6 +141,10 @@ class GradientStats:
         """Add a bucket that torch has reduced."""
         self.count(BucketStats(index, numel, numel, None, reason, nbytes, nbytes), None)
 
+    def end_step(self, last: int) -> None:
+        """Drop buckets after the last one: a step may have fewer than the one before, where the first one waits."""
+        self.buckets = {index: bucket for index, bucket in self.buckets.items() if index <= last}
+
     def count_gather(self, plain_bytes: int, sent_bytes: int, reason: str = "") -> None:
         """Add a parameter group that has been gathered; uncompressed, where there is a reason."""
         self.gather_plain_bytes += plain_bytes

@@ -55,7 +55,7 @@ class ReplicaReduce:
         def cut(all_exempt: bool) -> list[ChunkLayout]:
             return self._layout(which, shard.numel(), group, all_exempt)
 
-        reduction = state.prepare(shard, parameters.index, plain_bytes, cut, step)
+        reduction = state.prepare([shard], parameters.index, plain_bytes, cut, step)
         divisor = group.size if parameters.averages else 1
         bucket = FlatBucket(shard, reduction.layout, state.residuals, outcome, reduction.probe, divisor)
 

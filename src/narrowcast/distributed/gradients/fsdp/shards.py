@@ -184,7 +184,7 @@ class _Reduce(ReduceScatter):
             return shard_layout(state, parameters, which, group, all_exempt)
 
         matrix = input.view(group.size, columns)
-        reduction = state.prepare(matrix, parameters.index, plain_bytes, cut, step)
+        reduction = state.prepare([matrix], parameters.index, plain_bytes, cut, step)
         divisor, factor = _reduction(op, group.size)
         given = matrix, reduction.layout, state.residuals, outcome, reduction.probe, output, divisor, factor
         bucket = HostShardedBucket(*given, group) if isinstance(group, Mesh) else ShardedBucket(*given)
