@@ -4,7 +4,7 @@ A `Wire` connects every rank of a group with every other. One lane owns it, and 
 
     open ----agree----> agreed ----expect, send----> agreed ----flush----> open
       |                   |                                                 (the next call)
-      |                   +--MismatchError: nothing was sent; the wire stays open
+      |                   +--MismatchError: nothing was delivered; the wire stays open
       +--WireError at any point: broken. `close` tells the peers why; `last_words` has what a peer told.
 
 - `agree` compares headers with every rank. A row of up to `eager` bytes rides along with the header, so that a small
