@@ -15,6 +15,7 @@ import torch.distributed as dist
 from patience import within
 
 from narrowcast import distributed as ncd
+from narrowcast.distributed.transport.gloo import IN_ADVANCE_BYTES
 from narrowcast.errors import CollectiveError
 
 pytestmark = pytest.mark.timeout(60)
@@ -79,13 +80,28 @@ def test_all_reduce_survivors_raise_and_name_the_dead_rank(world: int, place: st
         ("all_to_all_single", "encoding"),
         ("all_to_all_single", "after headers"),
         ("reduce_scatter_tensor", "encoding"),
-        ("reduce_scatter_tensor", "after headers"),
         ("broadcast", "encoding"),
         ("broadcast", "after headers"),
     ],
 )
 def test_survivors_of_other_collectives_raise(op: str, place: str) -> None:
     _kill(3, op, place, victim=0)
+
+
+def test_survivors_of_a_reduce_scatter_raise_where_its_rows_are_too_long_to_leave_in_advance() -> None:
+    _kill(3, "reduce_scatter_tensor", "after headers", victim=0, numel=4 * IN_ADVANCE_BYTES)
+
+
+def test_rows_that_left_in_advance_may_do_and_then_the_next_call_raises() -> None:
+    outcomes = ranks.outcomes_of(
+        3, _survive, "reduce_scatter_tensor", "after headers", 0, faults.NUMEL, False, timeout=8
+    )
+    for outcome in outcomes[1:]:
+        assert outcome.error is None, outcome.trace
+        (first, _), (later, seconds), _ = outcome.value
+        assert first is None or "rank 0 is gone" in str(first), "it has a row of every rank"
+        assert "rank 0 is gone" in str(later)
+        assert seconds < within(SOON)
 
 
 def test_a_broadcast_fails_where_a_piece_is_missing_and_the_source_raises_in_its_next_call_at_the_latest() -> None:

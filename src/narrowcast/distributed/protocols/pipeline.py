@@ -3,8 +3,9 @@
 A `Chunk` is what travels together: one message takes it to each peer. It is made of segments. A `Segment` is a run of
 elements in one codec: a part for each rank, its owner, and the place for each part's sum.
 
-A chunk goes through four steps, and the chunks of a tensor take turns (`run`), so that encoding, sending, summing and
-decoding overlap:
+The first chunk opens the collective. Where it is small, its rows ride along with the headers; the rows of the first one
+that is not may leave while ranks agree (wire.py). Then a chunk goes through four steps, and the chunks of a tensor take
+turns (`run`), so that encoding, sending, summing and decoding overlap:
 
     expect    say where the rows of the others go
     send      encode each part for its owner, and send it
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from narrowcast.distributed.collective import Collective
 from narrowcast.distributed.encoder import Encoder
+from narrowcast.distributed.transport.wire import IN_ADVANCE
 
 
 class Steps(Protocol):
@@ -117,36 +119,45 @@ class Chunk:
         self.sizes = [sum(segment.sizes[peer] for segment in segments) for peer in range(collective.size)]
         slot, take = index % collective.wire.chunks, collective.encoder.take
         shape = collective.size, self.sizes[self.rank]
-        self._inbox = take(f"inbox {slot}", shape[0] * shape[1]).view(shape)
+        room = collective.wire.in_advance
+        self._may_leave = index <= 1 and min(self.sizes) > 0 and max(self.sizes) <= room
+        self._inbox_bytes = take(f"inbox {slot}", shape[0] * shape[1] + (room if self._may_leave else 0))
+        self._inbox = self._inbox_bytes[: shape[0] * shape[1]].view(shape)
         if not keep_sums:
             self._sums = take(f"sums {slot}", sum(self.sizes)).split(self.sizes)
         self._rides_along = eager and index == 0 and max(self.sizes) <= collective.wire.eager
-        self._prepared = False
+        self._prepared = self._left = False
         self._first_row: Tensor | None = None
+        self.following: Chunk | None = None
 
     def prepare(self) -> None:
         """Bring the elements to where `Segment.encode` reads them. Nothing else may change: ranks may not agree yet."""
 
     def open(self) -> None:
+        first = self.following if self._rides_along else self
+        leaving = first if first is not None and first._may_leave else None
+        if leaving is not None:
+            leaving._expect_in_advance()
         if self._rides_along:
             self._prepare_once()
-            self.collective.agree(lambda peer: self._encode(peer) if self.sizes[peer] else None, list(self._inbox))
+            meanwhile = (lambda: None) if leaving is None else leaving._leave
+            self.collective.agree(
+                lambda peer: self._encode(peer) if self.sizes[peer] else None, list(self._inbox), meanwhile
+            )
         else:
-            self.collective.agree(meanwhile=self._encode_first)
+            self.collective.agree(meanwhile=self._encode_first if leaving is None else leaving._leave)
 
     def expect(self) -> None:
-        nothing = self._inbox[0, :0]
-        mine = [nothing if peer == self.rank or self._rides_along else row for peer, row in enumerate(self._inbox)]
-        self._parts_arrive = self.collective.wire.expect(mine, 0)
+        if not self._left:
+            nothing = self._inbox[0, :0]
+            mine = [nothing if peer == self.rank or self._rides_along else row for peer, row in enumerate(self._inbox)]
+            self._parts_arrive = self.collective.wire.expect(mine, 0)
         if not self.keep_sums:
             self._sums_arrive = self.collective.wire.expect(self._sums, 1)
 
     def send(self) -> None:
-        if not self._rides_along:
-            self._prepare_once()
-            for peer in self.collective.targets:
-                row, self._first_row = self._first_row, None  # encoded while ranks agreed
-                self.collective.send(self._encode(peer) if row is None else row, peer)
+        if not self._rides_along and not self._left:
+            self._send_rows(0)
         for segment in self.segments:
             segment.sent()
 
@@ -175,6 +186,23 @@ class Chunk:
             self.prepare()
             self._prepared = True
 
+    def _expect_in_advance(self) -> None:
+        """Expect rows that any call may have sent: one that is too long for its place runs into those after it."""
+        room, step = self.collective.wire.in_advance, self.sizes[self.rank]
+        rows = [self._inbox_bytes[peer * step : peer * step + room] for peer in range(self.collective.size)]
+        self._parts_arrive = self.collective.wire.expect(rows, IN_ADVANCE)
+
+    def _leave(self) -> None:
+        """Send the rows while ranks agree: nothing else may change."""
+        self._left = True
+        self._send_rows(IN_ADVANCE)
+
+    def _send_rows(self, stage: int) -> None:
+        self._prepare_once()
+        for peer in self.collective.targets:
+            row, self._first_row = self._first_row, None  # encoded while ranks agreed
+            self.collective.send(self._encode(peer) if row is None else row, peer, stage)
+
     def _encode_first(self) -> None:
         self._prepare_once()
         self._first_row = self._encode(self.collective.targets[0])
@@ -196,4 +224,6 @@ class Chunk:
 def reduce(collective: Collective, chunks: Sequence[Chunk]) -> None:
     """Reduce a tensor that is cut into these chunks."""
     collective.reserve(max(max(chunk.sizes) for chunk in chunks))
+    if len(chunks) > 1:
+        chunks[0].following = chunks[1]
     run(chunks)

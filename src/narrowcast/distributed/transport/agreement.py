@@ -5,7 +5,8 @@ collective opens with a header from every rank to every other: 32 bytes, however
 call's number in its lane, a digest of all that must be equal (operation, codec with its options, dtype, sizes), and one
 word for the element counts that the rank sends to each peer and expects from each: over all ranks these words add up to
 zero if every count is what its receiver expects, and but for one chance in 2^64 not otherwise. Every rank reads every
-header, so all of them reach the same verdict.
+header, so all of them reach the same verdict. One byte more says whether the rank sends rows in advance (wire.py): what
+others must take off the connections if it comes to nothing.
 
 Where headers do not fit, all ranks know it, and tell each other in a second trip what they called, in words, and all
 their counts: a statement. So `MismatchError` reads the same everywhere.
@@ -27,7 +28,8 @@ import torch
 from narrowcast.codecs import Codec
 from narrowcast.errors import MismatchError
 
-_HEADER = struct.Struct("<q16sQ")
+_HEADER = struct.Struct("<q15s?Q")
+_DIGEST, _IN_ADVANCE = slice(8, 23), 23
 HEADER_BYTES = _HEADER.size
 
 _STATED = struct.Struct("<q16s200s")
@@ -85,7 +87,14 @@ class Header:
     def data(self) -> torch.Tensor:
         call = self._call
         digest, _ = _digest(call.op, call.codec, call.words)
-        return as_tensor(_HEADER.pack(self._number, digest, _fold(self._rank, call.send, call.receive)))
+        return as_tensor(_HEADER.pack(self._number, digest, False, _fold(self._rank, call.send, call.receive)))
+
+    @property
+    def data_in_advance(self) -> torch.Tensor:
+        """The same, of a rank that sends rows in advance."""
+        data = self.data.clone()
+        data[_IN_ADVANCE] = 1
+        return data
 
     @property
     def key(self) -> bytes | None:
@@ -144,8 +153,13 @@ def _finalize(word: _Words) -> _Words:
 def fit(headers: _Bytes) -> bool:
     """Whether the headers of all ranks, one per row, fit together."""
     words = np.ascontiguousarray(headers).view("<u8")
-    numbers = np.abs(words[:, 0].view("<i8"))
-    return bool((numbers == numbers[0]).all() and (words[:, 1:3] == words[0, 1:3]).all()) and not words[:, 3].sum()
+    numbers, digests = np.abs(words[:, 0].view("<i8")), headers[:, _DIGEST]
+    return bool((numbers == numbers[0]).all() and (digests == digests[0]).all()) and not words[:, 3].sum()
+
+
+def in_advance(headers: _Bytes) -> list[int]:
+    """The ranks that sent rows in advance."""
+    return [int(rank) for rank in np.flatnonzero(headers[:, _IN_ADVANCE])]
 
 
 def overtaken(headers: _Bytes) -> list[int]:

@@ -2,7 +2,9 @@
 
 Receives have room for a header and an eager row, or for a statement (agreement.py), which takes the place of the next
 header: gloo lets a message be shorter than its receive, and aborts the process on one that is longer, which is why
-ranks agree on sizes first.
+ranks agree on sizes first. Rows that leave before they do have receives with room for the longest of any call. If ranks
+disagree, each knows by the headers who sent such rows and waits for some: those who did neither take rows that nobody
+wants, and answer receives that nobody has rows for. So nothing stays behind that a later call could meet.
 
 A rank sends to rank+1 first, then to rank+2 and so on, so that at any time ranks send to different ones. At most
 `ROUNDS` rows to each peer are under way before one is waited for: a link stays busy while its rank encodes, sums
@@ -24,7 +26,7 @@ from narrowcast.distributed.transport import agreement
 from narrowcast.distributed.transport.agreement import Header
 from narrowcast.distributed.transport.gloo_connections import Gloo
 from narrowcast.distributed.transport.gloo_messages import Message, Watch
-from narrowcast.distributed.transport.wire import Overtaken, WireError
+from narrowcast.distributed.transport.wire import IN_ADVANCE, Overtaken, WireError
 
 EAGER = 128 * 1024
 """Rows of up to so many bytes travel with the header. Of 64, 128 and 256 KB, tried on 32 MB at 1 Gbit/s with
@@ -35,10 +37,14 @@ SHORT = 14_000
 whole, or has not begun. Longer rows have a tail (gloo_messages.py). A thread that waits for them instead took eight
 ranks on two cores a fifth of the time of an all_reduce."""
 
+IN_ADVANCE_BYTES = 1 << 20
+"""Rows of up to so many bytes may leave while ranks agree: those of two_stage.py's chunks."""
+
 ROUNDS = 3
 """To each peer, so many rows may be on their way."""
 
 _HEADERS, _ROWS = 0, 1
+_EARLY_ROWS = _ROWS + IN_ADVANCE
 """Kinds of messages: headers have a wire's first tag of gloo's, rows of stage s its `_ROWS + s`th after that."""
 
 _FIRST_TAG = 8
@@ -77,6 +83,9 @@ class GlooWire:
         with torch.inference_mode(False):  # it outlives the call
             self._slots = torch.empty(2, self.size, room, dtype=torch.uint8, device="cpu")
         self._headers: list[Message] = []
+        self._early: list[Message] = []
+        """Receives of rows in advance, from `expect` to the end of `agree`."""
+        self._has_agreed = False
         self._window = ROUNDS * (self.size - 1)
         self.turns = self._window + 1
         self._going = Watch("narrowcast going", gloo.look)
@@ -91,17 +100,36 @@ class GlooWire:
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         self.agreed = False
-        headers = self._trade(header.data, eager, incoming, meanwhile)
+        early, self._early = self._early, []
+        headers = self._trade(header.data_in_advance if early else header.data, eager, incoming, meanwhile)
         while overtaken := agreement.overtaken(headers):
             if self.rank in overtaken:
                 self.flush()
                 raise Overtaken
             headers = self._trade(header.data, eager, incoming)  # they raise, and make the call that is made here
         if not agreement.fit(headers):
+            self._clear_early_rows(early, agreement.in_advance(headers))
             statements = self._trade(header.statement(), lambda peer: None, [header.data[:0]] * self.size)
             self.flush()  # the others are to read the same, even if this process ends with it
             raise agreement.mismatch(statements, self.gloo.ranks)
-        self.agreed = True
+        self.agreed = self._has_agreed = True
+
+    @property
+    def in_advance(self) -> int:
+        """Not before ranks have agreed once: until then one may repeat a call, and be overtaken. All know it alike."""
+        return IN_ADVANCE_BYTES if self._ahead and self._has_agreed else 0
+
+    def _clear_early_rows(self, early: Sequence[Message], senders: Sequence[int]) -> None:
+        """Take all rows in advance off the connections: those of `senders`, which wait for one from every rank."""
+        messages = list(early)
+        if not early:
+            unread = torch.empty(IN_ADVANCE_BYTES, dtype=torch.uint8, device="cpu")
+            for peer in senders:
+                self._going.add(self._send(unread[:1], peer, _EARLY_ROWS))
+                messages.append(self._receive(unread, peer, _EARLY_ROWS))
+        for message in messages:
+            message.wait()
+        self.flush()
 
     def _trade(
         self,
@@ -145,6 +173,8 @@ class GlooWire:
 
     def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
         receives = [self._receive(incoming[peer], peer, _ROWS + stage) for peer in self.gloo.sources]
+        if stage == IN_ADVANCE:
+            self._early = receives
 
         def arrivals() -> Iterator[int]:
             if any(len(row) for row in incoming):
@@ -192,4 +222,4 @@ class GlooWire:
 
 
 def _has_tail(row: Tensor, kind: int) -> bool:
-    return kind >= _ROWS and row.numel() > SHORT
+    return kind == _EARLY_ROWS or (kind >= _ROWS and row.numel() > SHORT)

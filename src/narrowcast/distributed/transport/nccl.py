@@ -58,6 +58,7 @@ class NcclWire:
     """`Wire` for rows on CUDA devices: NCCL moves rows, gloo compares headers. A `pair` has one communicator."""
 
     eager = 0
+    in_advance = 0
     chunks = 1
     together = True
 

@@ -18,6 +18,7 @@ from narrowcast.distributed.transport.gloo import GlooWire
 class StagedWire:
     """`Wire` for rows on a CUDA device, on top of one for host memory."""
 
+    in_advance = 0
     together = False
 
     def __init__(self, host: GlooWire) -> None:

@@ -4,11 +4,14 @@ A `Wire` connects every rank of a group with every other. One lane owns it, and 
 
     open ----agree----> agreed ----expect, send----> agreed ----flush----> open
       |                   |                                                 (the next call)
-      |                   +--MismatchError: nothing was sent; the wire stays open
+      |                   +--MismatchError: nothing was delivered; the wire stays open
       +--WireError at any point: broken. `close` tells the peers why; `last_words` has what a peer told.
 
 - `agree` compares headers with every rank. A row of up to `eager` bytes rides along with the header, so that a small
   tensor takes one trip. No row is delivered before all ranks agree.
+- A row of up to `in_advance` bytes may leave for each peer while headers are on their way: `expect` of stage
+  `IN_ADVANCE` comes before `agree`, with room for so many bytes whatever the call is, and `send` of that stage in its
+  `meanwhile`, once to every peer. Where ranks do not agree, the wire takes such rows off the connections.
 - `send` and `expect` move rows. Rows of one stage to one peer arrive in the order in which they were sent, each with
   the size that was expected. A row of no bytes is neither sent nor awaited.
 - `flush` ends every collective: all rows of this rank have left it, and their memory may be used again.
@@ -26,6 +29,9 @@ from typing import Protocol
 from torch import Tensor
 
 from narrowcast.distributed.transport.agreement import Header
+
+IN_ADVANCE = 2
+"""The stage of rows that leave while ranks agree."""
 
 
 class WireError(Exception):
@@ -55,6 +61,10 @@ class Wire(Protocol):
     """Rows of up to so many bytes travel with the header."""
     together: bool
     """Whether all rows leave at the same time, so that they may as well be made together: a `TogetherWire`."""
+
+    @property
+    def in_advance(self) -> int:
+        """Rows of up to so many bytes may leave while ranks agree on the next call; 0: none may."""
 
     @property
     def agreed(self) -> bool:
