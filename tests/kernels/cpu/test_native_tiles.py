@@ -190,7 +190,7 @@ def test_codes_without_a_level_stand_for_nan(kernel: binding.Native) -> None:
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_all_256_codes_of_a_byte_are_what_they_decode_to(kernel: binding.Native, dtype: torch.dtype) -> None:
-    """-128 too, which no encoder writes."""
+    """In every place of a block, -128 included."""
     codec = nc.codec("int8:block=64")
     data = codec.encode(randn(33, 256), 1)
     data[:, :256] = torch.stack([torch.arange(256).roll(row) for row in range(33)])

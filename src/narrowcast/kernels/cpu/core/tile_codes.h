@@ -54,18 +54,18 @@ struct NibblePairs : Packed<4> {
     }
 };
 
-// Integers of 8 bits: the two bytes of their magnitude's bf16 are looked up, then put beside each other.
+// Integers of 8 bits: the two bytes of their bf16 are looked up, then put beside each other.
 struct BytePairs : Packed<8> {
     using Kind = Pair;
-    __m512i low[2], high[2], first, second;
+    __m512i low[4], high[4], first, second;
 
     explicit BytePairs(const Spec&) {
-        uint8_t bytes[2][128], order[2][64];
-        for (int i = 0; i < 128; ++i) {
-            const uint16_t code = nearest_bf16(float(i));
+        uint8_t bytes[2][256], order[2][64];
+        for (int i = 0; i < 256; ++i) {
+            const uint16_t code = nearest_bf16(float(int8_t(i)));
             bytes[0][i] = uint8_t(code), bytes[1][i] = uint8_t(code >> 8);
         }
-        for (int i = 0; i < 2; ++i) low[i] = _mm512_loadu_si512(bytes[0] + 64 * i), high[i] = _mm512_loadu_si512(bytes[1] + 64 * i);
+        for (int i = 0; i < 4; ++i) low[i] = _mm512_loadu_si512(bytes[0] + 64 * i), high[i] = _mm512_loadu_si512(bytes[1] + 64 * i);
         for (int i = 0; i < 64; ++i) {
             const int element = i / 4 * 4 + i / 2 % 2;
             order[0][i] = uint8_t(i % 2 * 64 + element), order[1][i] = uint8_t(i % 2 * 64 + element + 2);
@@ -73,15 +73,16 @@ struct BytePairs : Packed<8> {
         first = _mm512_loadu_si512(order[0]), second = _mm512_loadu_si512(order[1]);
     }
 
+    static NC_FORCED __m512i look_up(const __m512i (&table)[4], __m512i codes, __mmask64 negative) {
+        const __m512i lower = _mm512_permutex2var_epi8(table[0], codes, table[1]);
+        return _mm512_mask_mov_epi8(lower, negative, _mm512_permutex2var_epi8(table[2], codes, table[3]));
+    }
+
     template <int... J>
     NC_FORCED void put(Bits word, Vector, Vector, float* out, std::integer_sequence<int, J...>) const {
-        const __m512i codes = (__m512i)word, size = _mm512_abs_epi8(codes), sign = _mm512_set1_epi8(char(0x80));
-        const __m512i lows = _mm512_permutex2var_epi8(low[0], size, low[1]);
-        __m512i highs = _mm512_permutex2var_epi8(high[0], size, high[1]);
-        highs = _mm512_ternarylogic_epi32(highs, codes, sign, 0xF8);
-        // Seven bits do not tell -128, which nothing here encodes, from zero.
-        const __mmask64 least = _mm512_cmpeq_epi8_mask(codes, sign);
-        if (__builtin_expect(least != 0, 0)) highs = _mm512_mask_mov_epi8(highs, least, _mm512_set1_epi8(char(0xC3)));
+        const __m512i codes = (__m512i)word;
+        const __mmask64 negative = _mm512_movepi8_mask(codes);
+        const __m512i lows = look_up(low, codes, negative), highs = look_up(high, codes, negative);
         _mm512_store_si512(out, _mm512_permutex2var_epi8(lows, first, highs));
         _mm512_store_si512(out + PANEL, _mm512_permutex2var_epi8(lows, second, highs));
     }
