@@ -109,6 +109,7 @@ METHODS = {
         _momentum("sign", 0.1),
         _momentum("sign", 0.1, "int4+EF"),
         _momentum("sign", 0.1, "int2"),
+        _momentum("sign", WARMUP, "int2"),
         _momentum("int2", WARMUP),
         replace(_momentum("sign", WARMUP), name="momentum sign residuals in int8", residual_codec="int8"),
         replace(

@@ -54,7 +54,7 @@ class GradientCompression:
       the owner of a sum; "owner": there only, in 1/ranks of the memory; False. By default, what trains best: on from
       4 to below 8 bits, from 2 with an `optimizer` like SGD, from 1 with `momentum` or `meetings`; off with Adam.
       `residual_codec`: what it is kept in: "int8" takes a quarter of fp32's memory, "bf16" half.
-    - `warmup_steps`: so many first steps travel in `warmup_codec`: uncompressed by default, with `momentum` in int4.
+    - `warmup_steps`: so many first steps travel in `warmup_codec`: uncompressed by default, with `momentum` in int2.
     - `schedule(step)`: the codec of a step after those, in place of `codec`; None for no compression.
     - `exempt`: which parameters travel without loss (beside a momentum, in bf16): `(name, parameter) -> bool`, regexes
       (searched in the name), or None. By default those of one dimension. So do those of less than 128 elements a rank.

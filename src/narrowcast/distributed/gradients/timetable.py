@@ -23,9 +23,10 @@ from narrowcast.errors import SpecError
 Schedule = Callable[[int], AnyCodec | None]
 Refresh = int | Literal["growing"] | None
 
-BEFORE_MOMENTUM = "int4"
-"""What gradients travel in by default in the warm-up of a momentum: with it runs ended lower than with int8, at half of
-the bytes (bench/results/simulated.md)."""
+BEFORE_MOMENTUM = "int2"
+"""What gradients travel in by default in the warm-up of a momentum: the fewer bits they had, of 8, 4 and 2, the lower
+runs ended (docs/momentum.md). What a coarse codec adds to small gradients raises the least second moments of a block,
+by which momentums are divided from then on; those raise the largest updates."""
 
 FIRST_INTERVAL = 16
 """Steps to the first refresh of "growing"; each interval after it is twice as long as the one before."""
