@@ -6,6 +6,7 @@ rank must end with: plain codec calls on padded matrices, no buckets, no pieces,
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,6 +95,18 @@ def train(ddp: nn.Module, rank: int, steps: range, optimizer: torch.optim.Optimi
         loss = (ddp(x) - x[:, :4].sin()).square().mean() * scale
         loss.backward()
         optimizer.step()
+
+
+def saved(*parts: Any) -> bytes:
+    """The states of a run's parts, as a file holds them."""
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in parts], file)
+    return file.getvalue()
+
+
+def load(data: bytes, *parts: Any) -> None:
+    for part, state in zip(parts, torch.load(io.BytesIO(data)), strict=True):
+        part.load_state_dict(state)
 
 
 def sgd(ddp: nn.Module) -> torch.optim.Optimizer:

@@ -38,14 +38,10 @@ class _Run:
         return trained.parameters_of(self.ddp)
 
     def save(self) -> bytes:
-        file = io.BytesIO()
-        torch.save([part.state_dict() for part in (self.ddp.module, self.optimizer, self.state)], file)
-        return file.getvalue()
+        return trained.saved(self.ddp.module, self.optimizer, self.state)
 
     def load(self, data: bytes) -> None:
-        loaded = torch.load(io.BytesIO(data))
-        for part, state in zip((self.ddp.module, self.optimizer, self.state), loaded, strict=True):
-            part.load_state_dict(state)
+        trained.load(data, self.ddp.module, self.optimizer, self.state)
 
 
 def _resumed(rank: int, stop: int, options: dict[str, Any]) -> Any:

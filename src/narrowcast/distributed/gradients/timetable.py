@@ -24,9 +24,9 @@ Schedule = Callable[[int], AnyCodec | None]
 Refresh = int | Literal["growing"] | None
 
 BEFORE_MOMENTUM = "int2"
-"""What gradients travel in by default in the warm-up of a momentum: the fewer bits they had, of 8, 4 and 2, the lower
-runs ended (docs/momentum.md). What a coarse codec adds to small gradients raises the least second moments of a block,
-by which momentums are divided from then on; those raise the largest updates."""
+"""What gradients travel in by default in the warm-up of a momentum: with fewer bits, of 8, 4 and 2, runs ended level or
+lower (docs/momentum.md). What a coarse codec adds to small gradients raises the least second moments of a block, by
+which momentums are divided from then on: that may be what keeps the largest updates small."""
 
 FIRST_INTERVAL = 16
 """Steps to the first refresh of "growing"; each interval after it is twice as long as the one before."""
