@@ -10,19 +10,31 @@ namespace {
 
 #if defined(__AVX512BF16__)
 
-// 32 fp32 results of vector b.
-void put_panel(const Product& product, const float* y, const float* bias, int64_t b, int64_t row, int64_t rows) {
-    for (int half = 0; half < rows; half += LANES) {
-        __m512 value = _mm512_mul_ps(_mm512_load_ps(y + half), _mm512_set1_ps(product.gain[b]));
-        if (product.bias.data) value = _mm512_add_ps(value, _mm512_load_ps(bias + half));
-        put_results(value, rows - half, product.out, product.x.dtype, b * product.out_stride + row + half);
-    }
-}
+// Where the results of a panel go.
+struct Place {
+    const Product& product;
+    int64_t row, rows;
+    alignas(64) float bias[PANEL] = {};
 
-void finish_panel(const Spec& spec, const Product& product, const Panel& panel, int64_t row, int64_t rows, const float* y) {
-    alignas(64) float bias[PANEL] = {}, buffer[PANEL];
-    if (product.bias.data) std::memcpy(bias, load(product.bias, row, rows, buffer), size_t(rows) * 4);
-    for (int64_t b = 0; b < product.batch; ++b) put_panel(product, y + b * PANEL, bias, b, row, rows);
+    Place(const Product& product_, int64_t row_, int64_t rows_) : product(product_), row(row_), rows(rows_) {
+        float buffer[PANEL];
+        if (product.bias.data) std::memcpy(bias, load(product.bias, row, rows, buffer), size_t(rows) * 4);
+    }
+
+    // The sums y of vectors [begin, end).
+    void put(int64_t begin, int64_t end, const float* y) const {
+        for (int64_t b = begin; b < end; ++b) {
+            for (int half = 0; half < rows; half += LANES) {
+                __m512 value = _mm512_mul_ps(_mm512_load_ps(y + b * PANEL + half), _mm512_set1_ps(product.gain[b]));
+                if (product.bias.data) value = _mm512_add_ps(value, _mm512_load_ps(bias + half));
+                put_results(value, rows - half, product.out, product.x.dtype, b * product.out_stride + row + half);
+            }
+        }
+    }
+};
+
+// Rows with scales far from one, or codes that are no numbers.
+void redo_plainly(const Spec& spec, const Product& product, const Panel& panel, int64_t row, int64_t rows) {
     std::unique_ptr<float[]> again;
     for (int64_t r = 0; r < rows; ++r) {
         if (!panel.plain[r] && !(panel.odd[r / LANES][r % LANES] & 0x80808080u)) continue;
@@ -46,6 +58,7 @@ void tile_rows(const Code& code, const Spec& spec, const Product& product, int64
     for (int64_t row = first; row < end; row += PANEL) {
         const int64_t rows = std::min<int64_t>(PANEL, end - row);
         panel.take(spec, steps, product.data + row * product.stride, product.stride, rows, Code::BYTES, Kind::PER == 2);
+        const Place place(product, row, rows);
         std::fill(y, y + sums, 0.0f);
         for (int64_t i = 0, step = 0; i < cut.tiles; ++i, step += cut.steps) {
             const int64_t block = steps.blocks > 1 ? step * steps.blocks : step / steps.flush;
@@ -55,9 +68,10 @@ void tile_rows(const Code& code, const Spec& spec, const Product& product, int64
             for (int64_t group = 0; group < groups.count; ++group) {
                 const int64_t begin = groups.begin(group), size = groups.begin(group + 1) - begin;
                 add_group<Kind>(size, tile, x + begin * tile.lines * LINE, y + begin * PANEL, std::make_integer_sequence<int, Kind::GROUP>());
+                if (i == cut.tiles - 1) place.put(begin, begin + size, y);  // its stores take place while the next group is multiplied
             }
         }
-        finish_panel(spec, product, panel, row, rows, y);
+        redo_plainly(spec, product, panel, row, rows);
     }
 }
 
