@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -136,6 +137,31 @@ def test_a_sequence_writes_the_same_alone_and_in_a_batch() -> None:
 PROMPTS_32 = [[5, 17, 3], [9, 11, 2, 3, 4, 5, 6, 1], [1], [31, 0]]
 
 
+@pytest.mark.parametrize("codec", [None, "int8", "nf4"])
+def test_under_autocast_a_cache_of_wider_numbers_holds_what_one_of_autocasts_own_does(codec: str | None) -> None:
+    decoder = random_decoder(Shape(64, 2, 4, 96, 100, key_heads=2), dtype=torch.float32)
+    if codec is not None:
+        nc.quantize_(decoder, codec)
+    logits = []
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
+            cache = Cache(decoder.shape, 2, 8, dtype, torch.device("cpu"))
+            for sequence, prompt in enumerate(([5, 17, 3], [9, 2, 4])):
+                decoder.prefill(torch.tensor(prompt), cache, sequence)
+            logits.append(decoder.advance(torch.tensor([3, 7]), torch.tensor([3, 3]), cache, 4))
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
+
+
+def test_a_generation_runs_under_autocast_and_says_how() -> None:
+    decoder = random_decoder(Shape(64, 2, 4, 96, 100), dtype=torch.float32)
+    nc.quantize_(decoder, "int8")
+    with torch.autocast("cpu", torch.bfloat16):
+        generation = generate(decoder, PROMPTS, 4)
+        texts = [list(text) for text in generation.run()]
+    assert [len(text) for text in texts] == [4] * len(PROMPTS)
+    assert "autocast" in generation.layers
+
+
 def test_an_end_token_ends_its_sequence_alone() -> None:
     shape = Shape(64, 1, 4, 128, 32)
     decoder = random_decoder(shape, dtype=torch.float64)
@@ -174,7 +200,10 @@ def test_draws_come_from_the_tokens_that_are_allowed(options: dict[str, Any], al
         (([[1, 32]], 3), "from 0 to 31"),
         (([[-1]], 3), "from -1 to -1"),
         (([[1]], 0), "max_new_tokens=0"),
+        (([[1]], 1.5), "max_new_tokens=1.5: must be a whole number"),
         (([[1] * 500], 13), "take 513 positions"),
+        ((None, 3), "prompts: expected a list of prompts"),
+        (([1, 2], 3), r"prompts\[0\]: expected at least one token"),
     ],
 )
 def test_wrong_arguments_are_refused_in_words(arguments: tuple[Any, ...], words: str) -> None:
@@ -183,7 +212,43 @@ def test_wrong_arguments_are_refused_in_words(arguments: tuple[Any, ...], words:
         generate(decoder, *arguments)
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize(
+    "prompts",
+    ["text", ["text"], [[1], ["a", "b"]], [[1.5]], [torch.tensor([1.0])], [torch.tensor([True])], [[None]], [[[1], 2]]],
+    ids=str,
+)
+def test_what_is_no_list_of_tokens_is_refused_in_words(prompts: Any) -> None:
+    decoder = random_decoder(Shape(64, 1, 4, 128, 32), dtype=torch.float32)
+    with pytest.raises(nc.errors.DtypeError, match=rf"prompts\[{len(prompts) - 1 if prompts != 'text' else 0}\]"):
+        generate(decoder, prompts, 3)
+
+
+def test_tokens_of_any_integer_dtype_are_taken() -> None:
+    decoder = random_decoder(Shape(64, 1, 4, 128, 32), dtype=torch.float32)
+    kinds = [torch.tensor([5, 17, 3], dtype=dtype) for dtype in (torch.uint8, torch.int16, torch.uint16, torch.int64)]
+    texts = [generate(decoder, [prompt], 4).run() for prompt in (*kinds, kinds[0].numpy(), (5, 17, 3))]
+    assert all(text == texts[0] for text in texts)
+    assert generate(decoder, [kinds[0]], np.int64(4)).run() == texts[0]  # type: ignore[arg-type]
+
+
+def test_a_sampling_that_is_none_is_refused_in_words() -> None:
+    decoder = random_decoder(Shape(64, 1, 4, 128, 32), dtype=torch.float32)
+    with pytest.raises(nc.errors.SpecError, match="sampling='greedy': expected a Sampling"):
+        generate(decoder, [[1]], 3, "greedy")  # type: ignore[arg-type]
+
+
+def test_what_is_no_decoder_is_refused_with_the_way_to_get_one() -> None:
+    with pytest.raises(nc.errors.ModelKindError, match=r"got a Linear\. .*load_decoder"):
+        generate(nn.Linear(2, 2), [[1]])  # type: ignore[arg-type]
+
+
+WRONG_SAMPLINGS: list[dict[str, Any]] = [
+    *({"temperature": value} for value in (-1.0, float("nan"), float("inf"), 1e-40)),  # divided by 1e-40, all is inf
+    *({"top_k": 0}, {"top_k": 2.5}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": None}),
+]
+
+
+@pytest.mark.parametrize("options", WRONG_SAMPLINGS, ids=str)
 def test_wrong_samplings_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(nc.errors.SpecError, match=next(iter(options))):
         Sampling(**options)

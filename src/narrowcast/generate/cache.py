@@ -37,10 +37,13 @@ class Cache:
 
 
 def keep(cache: tuple[Tensor, Tensor], at: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Keep one position of each sequence, [batch, key_heads, 1, head_size], at positions `at` [batch] of a layer."""
+    """Keep one position of each sequence, [batch, key_heads, 1, head_size], at positions `at` [batch] of a layer.
+
+    Under autocast, keys and values come in another dtype than that of the cache.
+    """
     rows = torch.arange(len(at), dtype=torch.int64, device=at.device)
-    cache[0][rows, :, at] = keys[:, :, 0]
-    cache[1][rows, :, at] = values[:, :, 0]
+    for held, new in zip(cache, (keys, values), strict=True):
+        held[rows, :, at] = new[:, :, 0].to(held.dtype)
 
 
 def seen(at: Tensor, longest: int) -> Tensor:

@@ -152,6 +152,8 @@ def kernels_for(decoder: nn.Module, device: torch.device) -> Kernels:
         core = kernel_for("cpu") if device.type == "cpu" else None
         known = len(kinds) == 1 and kinds <= set(FLOATS)
         return Compiled(between(core), *kinds) if known and isinstance(core, Native) else Torch()
+    if torch.is_autocast_enabled(device.type):
+        return Torch("under autocast, products and the cache have different dtypes")
     if len(kinds) > 1 or not kinds <= {torch.float32, torch.float16, torch.bfloat16}:
         return Torch(f"norms are {', '.join(sorted(map(str, kinds)))}, not all of one kind that Triton is used for")
     try:

@@ -44,6 +44,8 @@ def whole_layers(decoder: Decoder, cache: Cache, kernels: Kernels) -> tuple[Enco
     """All layers as one call and "native", or None and the reason."""
     if not isinstance(kernels, Compiled):
         return None, f"what runs between products is {kernels.name}"
+    if torch.is_autocast_enabled("cpu"):
+        return None, "under autocast, each product chooses its dtype"
     core, dtype = kernel_for("cpu"), cache.keys.dtype
     assert isinstance(core, Native)
     if cache.batch > core.max_batch[dtype]:

@@ -8,12 +8,13 @@ can be shown while it is written, and says what it took. On CUDA a step is one C
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from narrowcast.errors import ShapeError
+from narrowcast.errors import DtypeError, ModelKindError, ShapeError, SpecError
 from narrowcast.generate.cache import Cache
 from narrowcast.generate.decoder import Decoder
 from narrowcast.generate.kernels import kernels_for
@@ -22,6 +23,7 @@ from narrowcast.generate.sampling import Sampling
 from narrowcast.generate.steps import Choice, Eager, Graph, Steps
 
 Prompt = Sequence[int] | Tensor
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32)
 
 
 def generate(
@@ -53,6 +55,15 @@ class Generation:
         stop_at_end: bool,
         cuda_graph: bool,
     ) -> None:
+        if not isinstance(decoder, Decoder):
+            raise ModelKindError(
+                f"decoder: expected a narrowcast.generate.Decoder, got a {type(decoder).__name__}. Read a folder of "
+                "transformers with load_decoder(path), or make one with random_decoder(shape)."
+            )
+        if not isinstance(sampling, Sampling):
+            raise SpecError(f"sampling={sampling!r}: expected a Sampling, such as Sampling(temperature=0.8), or None.")
+        if not isinstance(prompts, Iterable):
+            raise ShapeError(f"prompts: expected a list of prompts, each a list of tokens, got {prompts!r}.")
         self._decoder, self._sampling = decoder, sampling
         device = decoder.model.norm.weight.device
         self._prompts = [_as_tokens(prompt, i, decoder.shape.words, device) for i, prompt in enumerate(prompts)]
@@ -173,12 +184,21 @@ class Generation:
 
 
 def _as_tokens(prompt: Prompt, number: int, words: int, device: torch.device) -> Tensor:
-    tokens = torch.as_tensor(prompt, dtype=torch.int64, device=device)
+    try:
+        tokens = torch.as_tensor(prompt, dtype=None, device=device)  # the caller's own dtype, checked below
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DtypeError(
+            f"prompts[{number}]: expected a list of tokens, got a {type(prompt).__name__} that makes no tensor "
+            f"({error}). A text goes through its model's tokenizer first."
+        ) from None
     if tokens.dim() != 1 or len(tokens) == 0:
         raise ShapeError(
             f"prompts[{number}]: expected at least one token, [time], got shape {list(tokens.shape)}. A text goes "
             "through its model's tokenizer first."
         )
+    if tokens.dtype not in INTEGERS:
+        raise DtypeError(f"prompts[{number}]: tokens must be whole numbers, and these are {tokens.dtype}.")
+    tokens = tokens.to(torch.int64)
     least, most = int(tokens.min()), int(tokens.max())
     if least < 0 or most >= words:
         raise ShapeError(
@@ -189,6 +209,6 @@ def _as_tokens(prompt: Prompt, number: int, words: int, device: torch.device) ->
 
 
 def _checked_count(max_new_tokens: int) -> int:
-    if max_new_tokens < 1:
-        raise ShapeError(f"max_new_tokens={max_new_tokens}: must be at least 1.")
-    return max_new_tokens
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+        raise ShapeError(f"max_new_tokens={max_new_tokens}: must be a whole number, at least 1.")
+    return int(max_new_tokens)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from narrowcast.errors import SpecError
+
+COLDEST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -24,16 +27,21 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise SpecError(f"temperature={self.temperature}: must be 0 (the likeliest token) or more, such as 0.8.")
-        if self.top_k is not None and self.top_k < 1:
-            raise SpecError(f"top_k={self.top_k}: must be at least 1, or None for every token.")
+        if self.temperature != 0 and not COLDEST <= self.temperature < float("inf"):
+            raise SpecError(
+                f"temperature={self.temperature}: must be 0 (the likeliest token), or at least {COLDEST:g} (logits are "
+                "divided by it in fp32), such as 0.8."
+            )
+        if self.top_k is not None and not (isinstance(self.top_k, Integral) and self.top_k >= 1):
+            raise SpecError(f"top_k={self.top_k}: must be a whole number, at least 1, or None for every token.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise SpecError(f"top_p={self.top_p}: must be above 0 and at most 1, such as 0.9.")
+        if not isinstance(self.seed, Integral):
+            raise SpecError(f"seed={self.seed}: must be a whole number.")
 
     def generator(self, device: torch.device) -> torch.Generator:
         """What draws the tokens of one generation."""
-        return torch.Generator(device).manual_seed(self.seed)
+        return torch.Generator(device).manual_seed(int(self.seed))
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         """The next token of each sequence: [batch, words] to [batch]."""
@@ -41,7 +49,7 @@ class Sampling:
             return logits.argmax(-1)
         scores = logits.float() / self.temperature
         if self.top_k is not None and self.top_k < scores.shape[-1]:
-            least = scores.topk(self.top_k, -1).values[:, -1:]
+            least = scores.topk(int(self.top_k), -1).values[:, -1:]
             scores = scores.masked_fill(scores < least, -torch.inf)
         if self.top_p is not None and self.top_p < 1:
             scores = self._within_mass(scores, self.top_p)
