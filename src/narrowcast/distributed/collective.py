@@ -122,8 +122,13 @@ class Collective:
         eager: Callable[[int], Tensor | None] = lambda peer: None,
         incoming: Sequence[Tensor] | None = None,
         meanwhile: Callable[[], object] = lambda: None,
+        *,
+        in_advance: bool = False,
     ) -> None:
-        """Agree with all ranks; `eager` rows ride along, into those of `incoming` that are small enough."""
+        """Agree with all ranks; `eager` rows ride along, into those of `incoming` that are small enough.
+
+        With `in_advance`, rows leave in `meanwhile` (wire.py).
+        """
 
         def along(peer: int) -> Tensor | None:
             row = eager(peer)
@@ -134,7 +139,7 @@ class Collective:
             self._count(HEADER_BYTES * (self.size - 1))
         if incoming is None and not self.wire.together:
             incoming = [torch.empty(0, dtype=torch.uint8, device=self.group.device)] * self.size
-        self.wire.agree(self._header, along, incoming or (), meanwhile)
+        self.wire.agree(self._header, along, incoming or (), meanwhile, in_advance=in_advance)
 
     def swap(
         self,

@@ -31,15 +31,17 @@ ALONG, ALONE, SEVERAL = 50_000, 1_000_000, 3_500_000
 
 def _exchange_in_advance(wire: Any, number: int, nbytes: int, words: str = "") -> list[torch.Tensor]:
     rows = [torch.zeros(wire.in_advance, dtype=torch.uint8) for _ in range(wire.size)]
-    arrivals = wire.expect(rows, IN_ADVANCE)
+    expected = []
     mine = {peer: row_of(wire.rank, peer, number, nbytes, CPU) for peer in others(wire)}
 
     def leave() -> None:
+        expected.append(wire.expect(rows, IN_ADVANCE))
         for peer, row in mine.items():
             wire.send(row, [peer], IN_ADVANCE)
 
-    wire.agree(header(number, words), lambda peer: None, [torch.empty(0, dtype=torch.uint8)] * wire.size, leave)
-    assert sorted(arrivals()) == sorted(others(wire))
+    nothing = [torch.empty(0, dtype=torch.uint8)] * wire.size
+    wire.agree(header(number, words), lambda peer: None, nothing, leave, in_advance=True)
+    assert sorted(expected[0]()) == sorted(others(wire))
     wire.flush()
     return [row[:nbytes] for row in rows]
 

@@ -16,6 +16,7 @@ turns (`run`), so that encoding, sending, summing and decoding overlap:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -137,15 +138,14 @@ class Chunk:
         first = self.following if self._rides_along else self
         leaving = first if first is not None and first._may_leave else None
         if leaving is not None:
-            leaving._expect_in_advance()
+            agree = partial(self.collective.agree, meanwhile=leaving._leave, in_advance=True)
+        else:
+            agree = partial(self.collective.agree, meanwhile=self._encode_first)
         if self._rides_along:
             self._prepare_once()
-            meanwhile = (lambda: None) if leaving is None else leaving._leave
-            self.collective.agree(
-                lambda peer: self._encode(peer) if self.sizes[peer] else None, list(self._inbox), meanwhile
-            )
+            agree(lambda peer: self._encode(peer) if self.sizes[peer] else None, list(self._inbox))
         else:
-            self.collective.agree(meanwhile=self._encode_first if leaving is None else leaving._leave)
+            agree()
 
     def expect(self) -> None:
         if not self._left:
@@ -186,15 +186,15 @@ class Chunk:
             self.prepare()
             self._prepared = True
 
-    def _expect_in_advance(self) -> None:
-        """Expect rows that any call may have sent: one that is too long for its place runs into those after it."""
+    def _leave(self) -> None:
+        """Send the rows while ranks agree: nothing else may change.
+
+        Those of the others may be of any call: one that is too long for its place runs into those after it.
+        """
+        self._left = True
         room, step = self.collective.wire.in_advance, self.sizes[self.rank]
         rows = [self._inbox_bytes[peer * step : peer * step + room] for peer in range(self.collective.size)]
         self._parts_arrive = self.collective.wire.expect(rows, IN_ADVANCE)
-
-    def _leave(self) -> None:
-        """Send the rows while ranks agree: nothing else may change."""
-        self._left = True
         self._send_rows(IN_ADVANCE)
 
     def _send_rows(self, stage: int) -> None:
@@ -204,8 +204,10 @@ class Chunk:
             self.collective.send(self._encode(peer) if row is None else row, peer, stage)
 
     def _encode_first(self) -> None:
-        self._prepare_once()
-        self._first_row = self._encode(self.collective.targets[0])
+        """Encode the first row while ranks agree, unless it rides along."""
+        if not self._rides_along:
+            self._prepare_once()
+            self._first_row = self._encode(self.collective.targets[0])
 
     def _encode(self, peer: int) -> Tensor:
         """The row for a peer."""

@@ -98,10 +98,12 @@ class GlooWire:
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
+        *,
+        in_advance: bool = False,
     ) -> None:
         self.agreed = False
+        headers = self._trade(header.data_in_advance if in_advance else header.data, eager, incoming, meanwhile)
         early, self._early = self._early, []
-        headers = self._trade(header.data_in_advance if early else header.data, eager, incoming, meanwhile)
         while overtaken := agreement.overtaken(headers):
             if self.rank in overtaken:
                 self.flush()

@@ -103,6 +103,8 @@ class NcclWire:
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
+        *,
+        in_advance: bool = False,
     ) -> None:
         if self.trouble is not None:
             raise self.trouble

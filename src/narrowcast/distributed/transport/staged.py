@@ -34,6 +34,8 @@ class StagedWire:
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
+        *,
+        in_advance: bool = False,
     ) -> None:
         def fetched(peer: int) -> Tensor | None:
             row = eager(peer)

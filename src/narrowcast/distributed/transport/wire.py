@@ -9,9 +9,9 @@ A `Wire` connects every rank of a group with every other. One lane owns it, and 
 
 - `agree` compares headers with every rank. A row of up to `eager` bytes rides along with the header, so that a small
   tensor takes one trip. No row is delivered before all ranks agree.
-- A row of up to `in_advance` bytes may leave for each peer while headers are on their way: `expect` of stage
-  `IN_ADVANCE` comes before `agree`, with room for so many bytes whatever the call is, and `send` of that stage in its
-  `meanwhile`, once to every peer. Where ranks do not agree, the wire takes such rows off the connections.
+- A row of up to `in_advance` bytes may leave for each peer while headers are on their way: in the `meanwhile` of an
+  `agree` that is told so come `expect` of stage `IN_ADVANCE`, with room for so many bytes whatever the call is, and
+  `send` of that stage, once to every peer. Where ranks do not agree, the wire takes such rows off the connections.
 - `send` and `expect` move rows. Rows of one stage to one peer arrive in the order in which they were sent, each with
   the size that was expected. A row of no bytes is neither sent nor awaited.
 - `flush` ends every collective: all rows of this rank have left it, and their memory may be used again.
@@ -76,11 +76,14 @@ class Wire(Protocol):
         eager: Callable[[int], Tensor | None],
         incoming: Sequence[Tensor],
         meanwhile: Callable[[], object] = lambda: None,
+        *,
+        in_advance: bool = False,
     ) -> None:
         """Compare headers with every rank; raise `MismatchError` where they do not fit together, or `Overtaken`.
 
         `eager(peer)` is the row that rides along to that peer, or None. `meanwhile` is called while headers are on
-        their way. Rows of `incoming` that are small enough to have come along are filled.
+        their way: with `in_advance`, it sends rows. Rows of `incoming` that are small enough to have come along are
+        filled.
         """
 
     def expect(self, incoming: Sequence[Tensor], stage: int = 0) -> Callable[[], Iterator[int]]:
