@@ -35,14 +35,14 @@ SHAPES = ((22016, 4096), (4096, 4096), (12288, 4096), (4096, 11008))
 SPECS = ("int4:block=128", "int4", "int8", "nf4", "apot4", "fp8_e4m3", "int8:block=row")
 BF16 = torch.bfloat16
 NARROW = {
-    64: (Shape(8, 1, 128, 4), Shape(8, 1, 128, 6), Shape(8, 2, 128, 4), Shape(8, 1, 64, 8), Shape(8, 1, 128, 4, 2)),
-    128: (Shape(16, 1, 128, 4), Shape(16, 2, 128, 4), Shape(16, 1, 64, 4, 2), Shape(16, 2, 64, 6)),
-    256: (Shape(16, 2, 128, 4), Shape(16, 2, 64, 6), Shape(32, 1, 64, 4), Shape(16, 1, 64, 4, 2), Shape(16, 2, 64, 4)),
+    64: (Shape(8, 1, 128, 6), Shape(8, 2, 128, 4), Shape(8, 1, 128, 5, 3), Shape(8, 2, 64, 6), Shape(8, 1, 64, 8)),
+    128: (Shape(16, 1, 128, 4), Shape(16, 2, 64, 5), Shape(16, 2, 128, 2), Shape(16, 1, 128, 3, 3), Shape(16, 1, 64, 7)),
+    256: (Shape(16, 2, 64, 5), Shape(16, 2, 64, 4), Shape(32, 1, 64, 3), Shape(16, 1, 128, 4), Shape(16, 2, 128, 2)),
 }
 BYTES = {
-    64: (Shape(8, 1, 64, 4), Shape(8, 1, 64, 8), Shape(8, 2, 64, 6), Shape(8, 1, 128, 4), Shape(8, 1, 64, 4, 2)),
-    128: (Shape(16, 1, 64, 6), Shape(16, 2, 64, 5), Shape(16, 1, 64, 4, 2), Shape(16, 1, 128, 4)),
-    256: (Shape(16, 2, 64, 5), Shape(32, 1, 64, 4), Shape(16, 1, 64, 4, 2), Shape(16, 2, 128, 3)),
+    64: (Shape(8, 1, 128, 5), Shape(8, 2, 128, 3), Shape(8, 2, 64, 5), Shape(8, 1, 64, 8), Shape(8, 1, 128, 4, 3)),
+    128: (Shape(16, 1, 64, 6), Shape(16, 2, 64, 4), Shape(16, 2, 64, 3), Shape(16, 1, 128, 3), Shape(16, 1, 64, 5, 3)),
+    256: (Shape(16, 2, 64, 4), Shape(16, 2, 64, 3), Shape(32, 1, 64, 3), Shape(16, 1, 64, 6)),
 }
 
 
@@ -73,8 +73,7 @@ def ways(recipe: Recipe, batch: int, n: int, k: int, most: int) -> list[Wide]:
     table = NARROW if recipe.format.bits == 4 else BYTES
     for shape in table[next((size for size in table if batch <= size), 256)]:
         tiles, made = -(-n // shape.height) * -(-batch // shape.width), {}
-        at_once = 132 * shape.resident
-        for whole, parts in itertools.product({0, tiles // at_once * at_once}, range(1, MOST_PARTS + 1)):
+        for whole, parts in itertools.product({0, tiles // 132 * 132}, range(1, MOST_PARTS + 1)):
             wide = divide(common, shape, whole, parts, batch, n, k, 132, room)
             if wide is not None:
                 made[wide] = cost(wide, k)

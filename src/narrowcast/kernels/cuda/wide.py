@@ -13,19 +13,17 @@ from typing import NamedTuple
 
 from narrowcast.kernels.cuda.formats import BYTES, INT4, PAIRS, TABLE
 
-THREADS = 256
 MOST_PARTS = 8
 
 
 class Shape(NamedTuple):
-    """Eights of rows of x and sixty-fours of rows of W for a team, elements in a step, steps in a ring, blocks that
-    share a processor."""
+    """Eights of rows of x and sixty-fours of rows of W for a team, elements in a step, steps in a ring, teams."""
 
     tiles: int
     tall: int
     step: int
     stages: int
-    resident: int = 1
+    teams: int = 2
 
     @property
     def width(self) -> int:
@@ -33,10 +31,14 @@ class Shape(NamedTuple):
 
     @property
     def height(self) -> int:
-        return 128 * self.tall
+        return 64 * self.tall * self.teams
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.teams + 1)
 
 
-SHAPES = {128: (Shape(16, 1, 128, 4), Shape(16, 1, 64, 6)), 256: (Shape(32, 1, 64, 4),)}
+SHAPES = {128: (Shape(16, 1, 128, 4), Shape(16, 1, 64, 5)), 256: (Shape(16, 2, 64, 4), Shape(16, 2, 64, 3))}
 """By the largest batch, the first that fits: the best of bench/gpu_wide.py --sweep on an H200, or within 5% of it."""
 
 
@@ -54,11 +56,15 @@ class Wide(NamedTuple):
     tiles: int
 
 
+def line_bytes(codes: int, step: int) -> int:
+    """Bytes of a row of W in a step."""
+    return step // 2 if codes in (INT4, PAIRS) else step
+
+
 def shared_bytes(codes: int, shape: Shape) -> int:
-    """Shared memory of a ring, or of a tile of results where that is more."""
-    pieces = shape.step // (32 if codes in (INT4, PAIRS) else 16)
-    stage = -(-(pieces * shape.height * 16 + 128 + shape.step * shape.width * 2) // 1024) * 1024
-    return max(shape.stages * stage, shape.width * (shape.height * 2 + 16))
+    """Shared memory of a ring, of a tile of results and of two gates for each stage."""
+    stage = shape.height * line_bytes(codes, shape.step) + shape.step * shape.width * 2
+    return shape.stages * (stage + 16) + shape.width * (shape.height * 2 + 16 * shape.teams)
 
 
 def divide(
@@ -70,14 +76,13 @@ def divide(
     held = TABLE if codes in (BYTES, PAIRS) else 0
     steps, tiles = k // shape.step, -(-n // shape.height) * columns
     fits = block % shape.step == 0 or (shape.step % block == 0 and block % 16 == 0)
-    if shape.resident * (shared + held + 1024) > room + 1024 or k % shape.step or not fits or whole > tiles:
+    if shared + held > room or k % shape.step or not fits or whole > tiles:
         return None
     parts = -(-steps // -(-steps // parts))  # or fewer, where k has not so many steps
     macros = {"TEAM": 4, "TILES": shape.tiles, "TALL": shape.tall, "STEP": shape.step, "STAGES": shape.stages}
-    defines = common | macros | {"RESIDENT": shape.resident}
+    defines = common | macros | {"TEAMS": shape.teams}
     whole = tiles if parts == 1 else whole
-    jobs = whole + (tiles - whole) * parts
-    grid = min(processors * shape.resident, jobs)
+    grid = min(processors, whole + (tiles - whole) * parts)
     return Wide(tuple(defines.items()), grid, shared, shape, columns, whole, parts, tiles)
 
 
@@ -100,8 +105,8 @@ def choose_wide(
         return None
     common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": scale, "BLOCK": block, "UNROLL": 1, "SCALING": scaling}
     for shape in SHAPES[min(size for size in SHAPES if batch <= size or size == max(SHAPES))]:
-        tiles, at_once = -(-n // shape.height) * -(-batch // shape.width), processors * shape.resident
-        every = itertools.product({0, tiles // at_once * at_once}, range(1, MOST_PARTS + 1))
+        tiles = -(-n // shape.height) * -(-batch // shape.width)
+        every = itertools.product({0, tiles // processors * processors}, range(1, MOST_PARTS + 1))
         ways = [divide(common, shape, whole, parts, batch, n, k, processors, room) for whole, parts in every]
         fitting = [wide for wide in ways if wide is not None]
         if fitting:
