@@ -26,7 +26,7 @@ import narrowcast as nc
 from gpu_linear import microseconds, within
 from narrowcast.kernels import reference
 from narrowcast.kernels.cuda import choose, nvrtc
-from narrowcast.kernels.cuda.formats import block_of, codes_of, scaling_of, sources
+from narrowcast.kernels.cuda.formats import block_of, codes_of, fp8_of, scaling_of, sources
 from narrowcast.kernels.cuda.launch import launch_wide, reading
 from narrowcast.kernels.cuda.wide import MOST_PARTS, Shape, Wide, cost, divide
 from narrowcast.kernels.layout import Element, Recipe, Scale, layout
@@ -35,14 +35,14 @@ SHAPES = ((22016, 4096), (4096, 4096), (12288, 4096), (4096, 11008))
 SPECS = ("int4:block=128", "int4", "int8", "nf4", "apot4", "fp8_e4m3", "int8:block=row")
 BF16 = torch.bfloat16
 NARROW = {
-    64: (Shape(8, 1, 128, 6), Shape(8, 2, 128, 4), Shape(8, 1, 128, 5, 3), Shape(8, 2, 64, 6), Shape(8, 1, 64, 8)),
-    128: (Shape(16, 1, 128, 4), Shape(16, 2, 64, 5), Shape(16, 2, 128, 2), Shape(16, 1, 128, 3, 3), Shape(16, 1, 64, 7)),
-    256: (Shape(16, 2, 64, 5), Shape(16, 2, 64, 4), Shape(32, 1, 64, 3), Shape(16, 1, 128, 4), Shape(16, 2, 128, 2)),
+    64: (Shape(8, 1, 128, 6), Shape(8, 1, 128, 5, 3), Shape(8, 1, 128, 5, 4), Shape(8, 1, 128, 4, 4)),
+    128: (Shape(16, 1, 128, 4), Shape(16, 1, 128, 3, 3), Shape(16, 1, 64, 6, 3), Shape(16, 1, 128, 2, 4)),
+    256: (Shape(16, 1, 128, 4), Shape(16, 1, 128, 3, 3), Shape(32, 1, 64, 3),  Shape(16, 1, 64, 6, 3)),
 }
 BYTES = {
-    64: (Shape(8, 1, 128, 5), Shape(8, 2, 128, 3), Shape(8, 2, 64, 5), Shape(8, 1, 64, 8), Shape(8, 1, 128, 4, 3)),
-    128: (Shape(16, 1, 64, 6), Shape(16, 2, 64, 4), Shape(16, 2, 64, 3), Shape(16, 1, 128, 3), Shape(16, 1, 64, 5, 3)),
-    256: (Shape(16, 2, 64, 4), Shape(16, 2, 64, 3), Shape(32, 1, 64, 3), Shape(16, 1, 64, 6)),
+    64: (Shape(8, 1, 128, 5), Shape(8, 1, 128, 6), Shape(8, 1, 128, 4, 3), Shape(8, 1, 128, 3, 4)),
+    128: (Shape(16, 1, 64, 6), Shape(16, 1, 128, 3), Shape(16, 1, 64, 5, 3), Shape(16, 1, 128, 3, 3)),
+    256: (Shape(16, 1, 128, 3), Shape(32, 1, 64, 3), Shape(16, 1, 64, 6), Shape(16, 1, 128, 3, 3)),
 }
 
 
@@ -69,7 +69,8 @@ def ways(recipe: Recipe, batch: int, n: int, k: int, most: int) -> list[Wide]:
     assert codes is not None
     block, scaling = block_of(recipe.format, k), scaling_of(recipe, BF16, k)
     common = {"CODES": codes, "X": 2, "BIAS": -1, "SCALE": int(recipe.format.scale), "BLOCK": block, "UNROLL": 1}
-    common["SCALING"], room, found = scaling, choose._chip(device)[0], []
+    common |= {"SCALING": scaling, "FP8": fp8_of(recipe.format)}
+    room, found = choose._chip(device)[0], []
     table = NARROW if recipe.format.bits == 4 else BYTES
     for shape in table[next((size for size in table if batch <= size), 256)]:
         tiles, made = -(-n // shape.height) * -(-batch // shape.width), {}

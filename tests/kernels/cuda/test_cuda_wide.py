@@ -15,7 +15,7 @@ from test_cuda_emulated import CPU, Case, emulator, exact, hold, host
 from test_cuda_emulated import whole as whole_numbers
 
 from narrowcast.kernels.cuda import choose
-from narrowcast.kernels.cuda.formats import KINDS, block_of, codes_of, scaling_of
+from narrowcast.kernels.cuda.formats import KINDS, block_of, codes_of, fp8_of, scaling_of
 from narrowcast.kernels.cuda.launch import launch_wide
 from narrowcast.kernels.cuda.wide import Shape, Wide, choose_wide, divide
 from narrowcast.kernels.layout import Recipe
@@ -55,7 +55,7 @@ def divided(case: Case, shape: Shape, whole: int, parts: int, recipe: Recipe, n:
     assert codes is not None
     kind, bias = KINDS[case.dtype], -1 if case.bias is None else KINDS[case.bias]
     common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": int(recipe.format.scale), "BLOCK": block, "UNROLL": 1}
-    common["SCALING"] = scaling_of(recipe, case.dtype, k)
+    common |= {"SCALING": scaling_of(recipe, case.dtype, k), "FP8": fp8_of(recipe.format)}
     tiles = -(-n // shape.height) * -(-case.batch // shape.width)
     found = divide(common, shape, min(whole, tiles), parts, case.batch, n, k, 2, ROOM)
     assert found is not None
@@ -98,10 +98,12 @@ def test_every_layer_of_a_model_has_a_plan_that_fits(spec: str, batch: int) -> N
     recipe = nc.codec(spec).recipe(CPU)
     codes = codes_of(recipe.format)
     assert codes is not None
-    held = 32 << 10 if codes >= 2 else 0
+    held = 32 << 10 if codes >= 2 and not fp8_of(recipe.format) else 0
     for n, k in ((4096, 4096), (12288, 4096), (22016, 4096), (32000, 4096), (4096, 11008), (8192, 28672), (1024, 8192)):
         block, scaling = block_of(recipe.format, k), scaling_of(recipe, BF16, k)
-        wide = choose_wide(codes, block, int(recipe.format.scale), scaling, batch, n, k, 2, -1, 132, ROOM)
+        wide = choose_wide(
+            codes, block, int(recipe.format.scale), scaling, fp8_of(recipe.format), batch, n, k, 2, -1, 132, ROOM
+        )
         assert wide is not None
         assert wide.shared + held <= ROOM
         assert wide.columns * wide.shape.width >= batch
@@ -111,4 +113,4 @@ def test_every_layer_of_a_model_has_a_plan_that_fits(spec: str, batch: int) -> N
 
 @pytest.mark.parametrize(("n", "k", "kind"), [(4095, 4096, 2), (4096, 4096 + 32, 2), (4096, 4096, 0)])
 def test_what_wide_cannot_do_is_left_to_others(n: int, k: int, kind: int) -> None:
-    assert choose_wide(1, 64, 2, 1, 100, n, k, kind, -1, 132, ROOM) is None
+    assert choose_wide(1, 64, 2, 1, 0, 100, n, k, kind, -1, 132, ROOM) is None

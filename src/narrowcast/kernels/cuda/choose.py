@@ -22,7 +22,7 @@ from torch import Tensor
 from narrowcast.errors import KernelWarning
 from narrowcast.kernels.cuda import nvrtc
 from narrowcast.kernels.cuda.cuts import LARGE, TILED, Cut, choose_cut
-from narrowcast.kernels.cuda.formats import BYTES, KINDS, PAIRS, block_of, codes_of, levels_of, scaling_of
+from narrowcast.kernels.cuda.formats import BYTES, KINDS, PAIRS, block_of, codes_of, fp8_of, levels_of, scaling_of
 from narrowcast.kernels.cuda.launch import launch_cut, launch_slices, launch_wide
 from narrowcast.kernels.cuda.slices import WIDEST, Slices, choose_slices
 from narrowcast.kernels.cuda.wide import Wide, choose_wide
@@ -146,7 +146,8 @@ def wide_of(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Wid
     n, k = len(data), x.shape[1]
     scaling = scaling_of(recipe, x.dtype, k)
     block, scale = block_of(recipe.format, k), int(recipe.format.scale)
-    return choose_wide(codes, block, scale, scaling, len(x), n, k, KINDS[x.dtype], kind, _processors(x.device), room)
+    sizes = (len(x), n, k, KINDS[x.dtype], kind, _processors(x.device), room)
+    return choose_wide(codes, block, scale, scaling, fp8_of(recipe.format), *sizes)
 
 
 @cache

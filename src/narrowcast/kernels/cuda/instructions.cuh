@@ -129,6 +129,14 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
 #endif
 }
 
+// Two bytes of fp8 (e5m2, or e4m3) as a pair of fp16, exactly. Compute capability 8.9 and later have it.
+__device__ __forceinline__ u32 fp8_pair(u32 bytes, bool e5m2) {
+    u32 r;
+    if (e5m2) asm("{ .reg .b16 b; cvt.u16.u32 b, %1; cvt.rn.f16x2.e5m2x2 %0, b; }" : "=r"(r) : "r"(bytes));
+    else asm("{ .reg .b16 b; cvt.u16.u32 b, %1; cvt.rn.f16x2.e4m3x2 %0, b; }" : "=r"(r) : "r"(bytes));
+    return r;
+}
+
 // Bits `by` to `by` + 31 of a word that is repeated without end.
 __device__ __forceinline__ u32 rotate(u32 word, u32 by) {
     u32 r;
@@ -256,6 +264,7 @@ __device__ __forceinline__ Place further(Place b, int many) { return b + u32(man
 // not set, c is not read. Done when it was waited for.
 template <int COUNT>
 __device__ __forceinline__ void wgmma(float (&c)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, Place b, bool more) {
+    static_assert(COUNT == 8 || COUNT == 16 || COUNT == 32 || COUNT == 64 || COUNT == 128, "no such product is written out here");
     if constexpr (COUNT == 8)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32." HALVES " "
                      "{%0, %1, %2, %3, %4, %5, %6, %7}, "

@@ -31,8 +31,12 @@ __device__ __forceinline__ u32 bytes(u32 word, int high, u32 top) {
 }
 
 #if CODES >= 2
-// What a byte stands for, once for every lane: each has a bank of its own.
+// What a byte stands for, once for every lane: each has a bank of its own. (Where bytes are FP8, there is none.)
+#if defined(FP8) && FP8
+__shared__ u32 table[1][32];
+#else
 __shared__ u32 table[256][32];
+#endif
 #endif
 
 // The entry of byte AT of a word.

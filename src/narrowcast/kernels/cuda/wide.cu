@@ -8,8 +8,8 @@
 //   TILES   eights of rows of x.   TALL  sixty-fours of rows of W that a team takes.   TEAMS  of four warps
 //   STEP    64 or 128 elements.    STAGES  of the ring
 //
-// Jobs 0 to `whole` - 1 are tiles whole; after them each tile is `parts` jobs, whose sums go to `sums` [job][WIDTH][HEIGHT] and are
-// added up, in order, by join.cu. With `parts` 1 there is none. Tiles that share rows of W follow each other.
+// Jobs 0 to `whole` - 1 are tiles whole; after them each tile is `parts` jobs, whose sums go to `sums` as threads
+// hold them and are added up, in order, by join.cu. With `parts` 1 there is none. Tiles that share rows of W follow each other.
 
 constexpr int SENDER = TEAMS * 4, THREADS = TEAMS * 128 + 128, WIDTH = 8 * TILES, TEAM_HEIGHT = 64 * TALL, HEIGHT = TEAM_HEIGHT * TEAMS;
 constexpr int LINE = NARROW ? STEP / 2 : STEP, PIECES = LINE / 16;  // bytes of a row of W in a step; sixteens of them
@@ -17,7 +17,8 @@ constexpr int PANEL = WIDTH * 128, OF_X = STEP / 64 * PANEL;        // bytes of 
 constexpr int STAGE = OF_X + HEIGHT * LINE;
 constexpr int GROUPS = BLOCK && BLOCK < STEP ? STEP / BLOCK : 1, EACH = STEP / GROUPS;  // blocks in a step, and elements of one there
 constexpr int HALVES_OF_PIECE = NARROW ? 2 : 1;
-constexpr int REGISTERS = (512 - 24) / TEAMS / 8 * 8 > 240 ? 240 : (512 - 24) / TEAMS / 8 * 8;  // of a thread of a team
+constexpr int AT_START = 65536 / THREADS / 8 * 8, LEFT = AT_START * (TEAMS + 1) - 24;  // registers of a thread; for teams, without the sender's
+constexpr int REGISTERS = LEFT / TEAMS / 8 * 8 > 240 ? 240 : LEFT / TEAMS / 8 * 8;
 constexpr int PITCH = TEAM_HEIGHT * 2 + 16;  // of a row of a team's results
 static_assert(!BLOCK || BLOCK % STEP == 0 || (STEP % BLOCK == 0 && BLOCK % 16 == 0), "a step is not whole blocks, nor a part of one");
 static_assert(STAGE % 1024 == 0 && PIECES % 2 == 0, "a stage is not whole patterns of copies");
@@ -28,7 +29,7 @@ struct Job {
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void wide(const __grid_constant__ Map codes, const __grid_constant__ Map inputs,
                                                               u16* __restrict__ y, const void* __restrict__ bias,
-                                                              const u32* __restrict__ levels, float* __restrict__ sums,
+                                                              const u32* __restrict__ levels, float4* __restrict__ sums,
                                                               const u8* __restrict__ w, int batch, int n, int k, u32 stride, u32 scales,
                                                               int columns, int whole, int parts) {
     extern __shared__ __align__(1024) uint4 shared[];
@@ -89,14 +90,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void wide(const __grid_const
     u32 phase = 0;
     for (int number = blockIdx.x; number < jobs; number += gridDim.x) {
         const Job job = find(number);
-        u32 bits[GROUPS][TALL][2], scale[GROUPS][TALL][2] = {};  // of the step after this one, and of this one
-        auto load_scales = [&](int step) {
+        const u8* row_scales[TALL * 2];
 #pragma unroll
-            for (int i = 0; i < GROUPS * TALL * 2; ++i) {
-                const int b = i / (2 * TALL), m = i / 2 % TALL, at = min(job.row + own + m * 64 + i % 2 * 8, n - 1);
-                const u32 first = u32(job.first + step) * STEP / (BLOCK ? BLOCK : 1);
-                bits[b][m][i % 2] = scale_bits(w + u64(u32(at)) * stride + scales, first + b);
-            }
+        for (int i = 0; i < TALL * 2; ++i) row_scales[i] = w + u64(u32(min(job.row + own + i / 2 * 64 + i % 2 * 8, n - 1))) * stride + scales;
+        u32 bits[GROUPS][TALL * 2];  // scales of the step after this one
+        Scale scale[GROUPS][TALL * 2] = {};
+        auto load_scales = [&](int step) {
+            const u32 first = u32(job.first + step) * STEP / (BLOCK ? BLOCK : 1);
+#pragma unroll
+            for (int i = 0; i < GROUPS * TALL * 2; ++i) bits[i / (2 * TALL)][i % (2 * TALL)] = scale_bits(row_scales[i % (2 * TALL)], first + i / (2 * TALL));
         };
         u32 words[2][TALL][2][WORDS], a[2][TALL][4];
         auto load_piece = [&](int from, int piece) {
@@ -112,8 +114,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void wide(const __grid_const
             const int last = slot ? slot - 1 : STAGES - 1, next = slot + 1 < STAGES ? slot + 1 : 0;
             if (BLOCK) {
 #pragma unroll
-                for (int i = 0; i < GROUPS * TALL * 2; ++i)
-                    scale[i / (2 * TALL)][i / 2 % TALL][i % 2] = scale_of(bits[i / (2 * TALL)][i / 2 % TALL][i % 2]);
+                for (int i = 0; i < GROUPS * TALL * 2; ++i) scale[i / (2 * TALL)][i % (2 * TALL)] = scale_of(bits[i / (2 * TALL)][i % (2 * TALL)]);
                 if (step + 1 < job.count) load_scales(step + 1);
             }
             const Place xs = place_of_lines(ring + slot * STAGE);
@@ -127,7 +128,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void wide(const __grid_const
                 if (s == 1 && step > 0 && lane == 0) pass(empty + last);
 #pragma unroll
                 for (int i = 0; i < TALL * 2; ++i)
-                    decode(words[piece % 2][i / 2][i % 2], half, mine, scale[block][i / 2][i % 2], top, a[b][i / 2][i % 2],
+                    decode(words[piece % 2][i / 2][i % 2], half, mine, scale[block][i], top, a[b][i / 2][i % 2],
                            a[b][i / 2][i % 2 + 2]);
                 begin_products();
 #pragma unroll
@@ -145,16 +146,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void wide(const __grid_const
 #pragma unroll
         for (int i = 0; i < TALL * 2; ++i) {
             const int at = min(job.row + own + i / 2 * 64 + i % 2 * 8, n - 1);
-            row_scale[i / 2][i % 2] = BLOCK ? 1.0f : scale_at(w + u64(u32(at)) * stride + scales, 0);
+            row_scale[i / 2][i % 2] = BLOCK ? 1.0f : scale_at(row_scales[i], 0);
             row_bias[i / 2][i % 2] = job.split > 1 ? 0.0f : with_bias(0.0f, bias, at);
         }
         if (job.split > 1) {
-            float* const to = sums + i64(number - whole) * (WIDTH * HEIGHT) + own;
+            float4* const to = sums + i64(number - whole) * (TALL * TILES * TEAMS * 128) + thread;
 #pragma unroll
             for (int m = 0; m < TALL; ++m)
 #pragma unroll
-                for (int i = 0; i < TILES * 4; ++i)
-                    to[(i / 4 * 8 + 2 * t + i % 2) * HEIGHT + m * 64 + i % 4 / 2 * 8] = total[m][i] * row_scale[m][i % 4 / 2];
+                for (int i = 0; i < TILES; ++i) {
+                    const float *const c = total[m] + 4 * i, *const s = row_scale[m];
+                    to[(m * TILES + i) * (TEAMS * 128)] = make_float4(c[0] * s[0], c[1] * s[0], c[2] * s[1], c[3] * s[1]);
+                }
             continue;
         }
         const int in_team = warp % 4 * 16;

@@ -73,7 +73,7 @@ def divide(
     """A division into tiles of this shape, the first `whole` of them not divided along k; None if it cannot be."""
     codes, block = common["CODES"], common["BLOCK"]
     shared, columns = shared_bytes(codes, shape), -(-batch // shape.width)
-    held = TABLE if codes in (BYTES, PAIRS) else 0
+    held = TABLE if codes in (BYTES, PAIRS) and not common["FP8"] else 0
     steps, tiles = k // shape.step, -(-n // shape.height) * columns
     fits = block % shape.step == 0 or (shape.step % block == 0 and block % 16 == 0)
     if shared + held > room or k % shape.step or not fits or whole > tiles:
@@ -92,6 +92,7 @@ def choose_wide(
     block: int,
     scale: int,
     scaling: int,
+    fp8: int,
     batch: int,
     n: int,
     k: int,
@@ -104,6 +105,7 @@ def choose_wide(
     if kind == 0 or n % 8:
         return None
     common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": scale, "BLOCK": block, "UNROLL": 1, "SCALING": scaling}
+    common["FP8"] = fp8
     for shape in SHAPES[min(size for size in SHAPES if batch <= size or size == max(SHAPES))]:
         tiles = -(-n // shape.height) * -(-batch // shape.width)
         every = itertools.product({0, tiles // processors * processors}, range(1, MOST_PARTS + 1))

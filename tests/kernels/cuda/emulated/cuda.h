@@ -36,6 +36,12 @@ static inline float __uint_as_float(unsigned bits) {
     return value;
 }
 
+static inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
 template <class T>
 static inline T __ldg(const T* p) {
     return *p;

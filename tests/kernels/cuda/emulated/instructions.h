@@ -124,6 +124,15 @@ static inline u32 pair_of(float low, float high) {
     return X == 1 ? u32(half_of(high)) << 16 | half_of(low) : bfloat_pair(low, high);
 }
 
+static inline u16 half_of_fp8(u32 byte, bool e5m2) {
+    if (e5m2) return u16(byte << 8);
+    const u32 exponent = byte >> 3 & 15, fraction = byte & 7;
+    double value = exponent ? __builtin_ldexp(8 + fraction, int(exponent) - 10) : __builtin_ldexp(fraction, -9);
+    if ((byte & 0x7F) == 0x7F) value = __builtin_nan("");
+    return half_of(byte & 0x80 ? -value : value);
+}
+static inline u32 fp8_pair(u32 bytes, bool e5m2) { return u32(half_of_fp8(bytes >> 8 & 255, e5m2)) << 16 | half_of_fp8(bytes & 255, e5m2); }
+
 static inline u32 rotate(u32 word, u32 by) { return by % 32 ? word >> by % 32 | word << (32 - by % 32) : word; }
 
 struct Fragments {
