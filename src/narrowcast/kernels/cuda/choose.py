@@ -2,7 +2,7 @@
 
     dot.cu, tile.cu  4- and 8-bit codes, a few rows of x (cuts.py)
     slices.cu        more rows of x, up to 128 (slices.py)
-    wide.cu          65 to 256 rows of x, on Hopper (wide.py)
+    wide.cu          from 41 rows of x on, on Hopper (wide.py)
 
 (attend.cu is no product: attention.py.)
 
@@ -36,8 +36,9 @@ BATCH = 64
 MANY = 128
 """The largest batch that slices.cu multiplies, twice."""
 
-WIDE = 256
-"""The largest batch that is multiplied without decoding first: wide.cu."""
+FROM, WIDE = 41, 4096
+"""The batches that wide.cu is for: bench/results/decode-h200.md. Below, slices.cu is as fast; above, decoding first and
+cuBLAS."""
 
 
 def linear(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
@@ -47,7 +48,7 @@ def linear(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | 
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
     if _codes(x, data, recipe) is None:
         return False
-    if _widely(len(x), recipe, x.shape[1]):
+    if FROM <= len(x) <= WIDE:
         wide = wide_of(x, data, recipe, bias)
         if wide is not None:
             with torch.cuda.device(x.device):
@@ -96,15 +97,6 @@ def _in_slices(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tenso
 def _sliced(batch: int, bits: int, weights: int) -> bool:
     """Whether slices.cu is faster than dot.cu and tile.cu, by bench/gpu_linear.py on an H200."""
     return batch > 16 or (batch > 8 and bits == 4) or (weights >= LARGE and batch > (1 if bits == 4 else 8))
-
-
-def _widely(batch: int, recipe: Recipe, k: int) -> bool:
-    """Whether wide.cu is faster than slices.cu twice, or than decoding first and cuBLAS: bench/results/decode-h200.md.
-
-    Up to 128 rows, bytes of a table and rows with one scale were not, or not timed.
-    """
-    few = block_of(recipe.format, k) > 0 and codes_of(recipe.format) != BYTES
-    return BATCH < batch <= WIDE and (batch > MANY or few)
 
 
 def _codes(x: Tensor, data: Tensor, recipe: Recipe) -> int | None:

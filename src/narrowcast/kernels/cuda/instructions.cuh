@@ -196,6 +196,9 @@ __device__ __forceinline__ void await_gate(Gate* gate, u32 turn) {
                  :: "r"(place_of_gate(gate)), "r"(turn) : "memory");
 }
 
+// That boxes of this tensor will be asked for soon.
+__device__ __forceinline__ void announce(const Map& map) { asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory"); }
+
 // A box of rows from byte `column` and row `row` on, zeros where the tensor has none. Sixteen bytes i of row r come to place
 // i ^ r % 8 (rows of 128 bytes), i ^ r / 2 % 4 (64) or i ^ r / 4 % 2 (32).
 __device__ __forceinline__ void copy_box(void* to, const Map& map, int column, int row, Gate* gate) {

@@ -1,10 +1,10 @@
-// What wide.cu left in parts: y = the sum of `sums` [tile][PARTS][TALL][TILES][threads of teams][4] over the parts, in order, + bias, for
+// What wide.cu left in parts: y = the sum of `sums` [tile][PARTS][TILES][threads of teams][4] over the parts, in order, + bias, for
 // the tiles from `whole` on. A thread takes four sums, as a lane of wgmma has them: rows g and g + 8 of W, two rows of x. It exchanges
 // two of them with the lane of row g ^ 1, so that it stores pairs of neighbours.
 
 extern "C" __global__ __launch_bounds__(256) void join(const float4* __restrict__ sums, const void* __restrict__ bias,
                                                        u16* __restrict__ y, int batch, int n, int columns, int whole) {
-    constexpr int THREADS = TEAMS * 128, EACH = TALL * TILES * THREADS, BLOCKS = EACH / 256;
+    constexpr int THREADS = TEAMS * 128, EACH = TILES * THREADS, BLOCKS = EACH / 256;
     admit_the_next();
     after_the_last();
     const int tile = whole + blockIdx.x / BLOCKS, in = blockIdx.x % BLOCKS * 256 + threadIdx.x;
@@ -15,9 +15,9 @@ extern "C" __global__ __launch_bounds__(256) void join(const float4* __restrict_
     float4 all = part[0];
 #pragma unroll
     for (int p = 1; p < PARTS; ++p) all.x += part[p].x, all.y += part[p].y, all.z += part[p].z, all.w += part[p].w;
-    const int thread = in % THREADS, m = in / THREADS / TILES, eight = in / THREADS % TILES, g = thread % 32 / 4, odd = g % 2;
-    const int row = tile / columns * (64 * TALL * TEAMS) + thread / 128 * (64 * TALL) + m * 64 + thread / 32 % 4 * 16 + g - odd;
-    const int column = tile % columns * (8 * TILES) + eight * 8 + thread % 4 * 2 + odd;
+    const int thread = in % THREADS, g = thread % 32 / 4, odd = g % 2;
+    const int row = tile / columns * (64 * TEAMS) + thread / 32 * 16 + g - odd;
+    const int column = tile % columns * (8 * TILES) + in / THREADS * 8 + thread % 4 * 2 + odd;
     const float near = __shfl_xor_sync(~0u, odd ? all.x : all.y, 4), far = __shfl_xor_sync(~0u, odd ? all.z : all.w, 4);
     if (column >= batch) return;
     u32* const to = (u32*)(y + i64(column) * n + row);

@@ -62,7 +62,7 @@ def launch_wide(wide: Wide, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe
     given = (codes, inputs, out, bias, levels, sums, data, *(Int(size) for size in sizes))
     kernel(wide.grid, wide.shape.threads, wide.shared, given)
     if divided:
-        shape = {"TILES": wide.shape.tiles, "TALL": wide.shape.tall, "TEAMS": wide.shape.teams}
+        shape = {"TILES": wide.shape.tiles, "TEAMS": wide.shape.teams}
         defines = {"PARTS": wide.parts, **shape, "X": KINDS[x.dtype], "SCALE": 0, "BLOCK": 0}
         defines |= {"BIAS": -1 if bias is None else KINDS[bias.dtype], "UNROLL": 1}
         add = nvrtc.function(sources("join"), "join", tuple(defines.items()), x.device.index, early=True)

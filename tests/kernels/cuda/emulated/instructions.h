@@ -183,6 +183,8 @@ static inline void give_registers() {}
 template <int COUNT>
 static inline void take_registers() {}
 
+static inline void announce(const Map&) {}
+
 static inline void copy_lines(const machine::BoxCopy& box) {
     const Map& map = *(const Map*)box.map;
     for (u64 r = 0; r < map.height; ++r)
