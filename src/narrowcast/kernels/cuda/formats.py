@@ -38,7 +38,7 @@ def codes_of(format: Format) -> int | None:
 
 def fp8_of(format: Format) -> int:
     """`FP8` of wide.cu."""
-    return {Element.E4M3: 1, Element.E5M2: 2}.get(format.element, 0)
+    return 1 if format.element == Element.E4M3 else 2 if format.element == Element.E5M2 else 0
 
 
 def block_of(format: Format, k: int) -> int:
