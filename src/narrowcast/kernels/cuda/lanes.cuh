@@ -18,7 +18,7 @@ struct Lane {
 
 __device__ __forceinline__ Lane lane_of(int lane, int there) {
     const u32 t = lane & 3;
-    const u32 pick = CODES == 1 ? (X == 1 ? t | t << 8 : t | (4 + t) << 8) : t & 1 ? 0x7632 : 0x5410;
+    const u32 pick = CODES == 1 ? (X == 1 ? t | t << 8 : t | (4 + t) << 8) : CODES == 0 ? (t & 1 ? 0x4342 : 0x4140) : t & 1 ? 0x7632 : 0x5410;
     return {u32(lane), pick, (8 * t + 25) & 31, there ? (X == 1 ? 0x2C003C00u : 0x3E003F80u) : 0};
 }
 
@@ -74,26 +74,28 @@ __device__ __forceinline__ const char* place_in_table(u32 word, u32 turn, u32 la
 #endif
 }
 
-// Bytes 2 i and 2 i + 1 of four.
-__device__ __forceinline__ u32 scaled_bytes(u32 word, int i, const Lane& own, Scale scale, u32 top) {
+// A lane's two integers of a word, which are its low or its high bytes.
+__device__ __forceinline__ u32 scaled_integers(u32 word, const Lane& own, Scale scale, u32 top) {
+    if (SCALING != 2 || TWO_HALVES) return times(picked_bytes(word, own.pick, top), scale);
+    const u32 both = prmt(word ^ 0x80808080u, 0, own.pick);
+    const float low = __uint_as_float(prmt(both, 0x4B000000u, 0x7440)) - 8388736.0f, high = __uint_as_float(prmt(both, 0x4B000000u, 0x7442)) - 8388736.0f;
+    return pair_of(low * __uint_as_float(scale.high), high * __uint_as_float(scale.high));
+}
+
+// Bytes 2 i and 2 i + 1 of four of a table, or fp8.
+__device__ __forceinline__ u32 scaled_bytes(u32 word, int i, const Lane& own, Scale scale) {
+    const float s = SCALING == 0 ? 1.0f : SCALING == 1 ? __uint_as_float(scale.high << 16) : __uint_as_float(scale.high);
     if (FP8) {
         const u32 pair = fp8_pair(i ? word >> 16 : word & 0xFFFF, FP8 == 2);
-        const float s = SCALING == 0 ? 1.0f : SCALING == 1 ? __uint_as_float(scale.high << 16) : __uint_as_float(scale.high);
-        if (X == 1) return SCALING == 0 ? pair : SCALING == 1 ? fma_pair(pair, scale.high, MINUS_ZERO) : times(pair, scale);
-        return pair_of(half_value(pair & 0xFFFF) * s, half_value(pair >> 16) * s);
+        return X == 1 ? times(pair, scale) : pair_of(half_value(pair & 0xFFFF) * s, half_value(pair >> 16) * s);
     }
-    if (CODES == 0 && (SCALING != 2 || TWO_HALVES)) return times(bytes(word, i, top), scale);
     if (SCALING != 2) {
         const u32 low = i ? entry<2>(word, own.lane) : entry<0>(word, own.lane);
         return times(prmt(low, i ? entry<3>(word, own.lane) : entry<1>(word, own.lane), 0x5410), scale);
     }
-    const float s = __uint_as_float(scale.high);
     float both[2];
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        if (CODES == 0) both[j] = __uint_as_float(prmt(word ^ 0x80808080u, 0x4B000000u, 0x7440 + 2 * i + j)) - 8388736.0f;
-        else both[j] = *(const float*)place_in_table(word, (25 + 8 * (2 * i + j)) & 31, own.lane * 4);
-    }
+    for (int j = 0; j < 2; ++j) both[j] = *(const float*)place_in_table(word, (25 + 8 * (2 * i + j)) & 31, own.lane * 4);
     return pair_of(both[0] * s, both[1] * s);
 }
 
@@ -105,9 +107,13 @@ __device__ __forceinline__ u32 times_rest(uint2 both, Scale scale) {
 
 // The two pairs of the sixteen elements `part` of a lane's words.
 __device__ __forceinline__ void decode(const u32 (&words)[WORDS], int part, const Lane& own, Scale scale, u32 top, u32& low, u32& high) {
-    if (!NARROW) {
+    if (CODES == 0) {
+        low = scaled_integers(words[0], own, scale, top), high = scaled_integers(words[1], own, scale, top);
+        return;
+    }
+    if (CODES == 2) {
         const u32 word = prmt(words[0], words[1], own.pick);
-        low = scaled_bytes(word, 0, own, scale, top), high = scaled_bytes(word, 1, own, scale, top);
+        low = scaled_bytes(word, 0, own, scale), high = scaled_bytes(word, 1, own, scale);
         return;
     }
 #pragma unroll

@@ -42,8 +42,8 @@ were slower (bench/gpu_wide.py --sweep on an H200)."""
 
 TIMES = {
     "int4": (0.54, 0.82, 0.72, 1.08, 1.39),
-    "bytes of rows with one scale": (0.59, 0.91, 0.77, 1.15, 1.57),
-    "int8, fp8": (0.70, 1.06, 0.91, 1.34, 1.61),
+    "bytes of rows with one scale": (0.59, 0.91, 0.77, 1.15, 1.40),
+    "int8, fp8": (0.70, 1.06, 0.91, 1.34, 1.58),
     "halves of 4 bits": (0.73, 0.99, 0.93, 1.23, 1.49),
     "other levels of 4 bits": (0.88, 1.20, 1.12, 1.46, 1.57),
     "other levels of 8 bits": (1.10, 1.40, 1.40, 1.90, 2.00),
@@ -148,7 +148,7 @@ def cost(wide: Wide, k: int) -> float:
     rounds_of_tiles, rounds_of_parts = -(-wide.whole // wide.grid), -(-jobs // wide.grid)
     length = (rounds_of_tiles + rounds_of_parts / wide.parts) * k / 128
     each = TIMES[_kind(dict(wide.defines))][TIMED.index((shape.tiles, shape.teams))]
-    slower = 1.08 if shape.step == 64 and shape.tiles < 32 else 1.0
+    slower = (1.08 if shape.step == 64 and shape.tiles < 32 else 1.0) * (1.05 if divided and wide.whole else 1.0)
     sums = 2.6 + jobs * shape.width * shape.height * 1.1e-6 if divided else 0.0
     return length * each * slower + 2.2 * (rounds_of_tiles + rounds_of_parts) + sums + 1.0
 
