@@ -92,6 +92,15 @@ def test_a_call_of_many_rows_is_launched_as_planned(spec: str, batch: int) -> No
     assert torch.equal(out, exact(x, data, recipe, bias))
 
 
+def test_rows_of_x_that_are_one_and_the_same_are_multiplied() -> None:
+    recipe = nc.codec("int4").recipe(CPU)
+    x, data, bias = whole_numbers(Case("int4", 1, BF16, torch.float32), recipe, 40, 512)
+    x, data = Guarded(x).tensor.expand(50, 512), Guarded(data).tensor
+    out = torch.full((50, 40), torch.nan, dtype=BF16)
+    assert choose.linear(out, x, data, recipe, bias)
+    assert torch.equal(out, exact(x, data, recipe, bias))
+
+
 @pytest.mark.parametrize("batch", [41, 64, 100, 129, 256, 4096])
 @pytest.mark.parametrize("spec", ["int8:block=row", "int8", "int4:block=128", "int4", "nf4", "fp8_e4m3"])
 def test_every_layer_of_a_model_has_a_plan_that_fits(spec: str, batch: int) -> None:

@@ -49,6 +49,7 @@ def linear(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | 
     if _codes(x, data, recipe) is None:
         return False
     if FROM <= len(x) <= WIDE:
+        x = x if x.stride(0) >= x.shape[1] else x.contiguous()  # rows that overlap cannot be copied in boxes
         wide = wide_of(x, data, recipe, bias)
         if wide is not None:
             with torch.cuda.device(x.device):
@@ -133,7 +134,7 @@ def wide_of(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Wid
     """How wide.cu does this call, or None if it does not."""
     codes, kind = _codes(x, data, recipe), -1 if bias is None else KINDS[bias.dtype]
     room, hopper = _chip(x.device)
-    if codes is None or not hopper or x.dtype == torch.float32:
+    if codes is None or not hopper or x.dtype == torch.float32 or data.stride(0) < data.shape[1]:
         return None
     n, k = len(data), x.shape[1]
     scaling = scaling_of(recipe, x.dtype, k)

@@ -43,7 +43,7 @@ __device__ __forceinline__ Scale scale_of(u32 bits) {
     const float value = scale_value(bits);
     if (!TWO_HALVES) return {__float_as_uint(value), 0};
     const u32 high = bfloat_pair(value, value);
-    const float rest = value - __uint_as_float(high << 16);
+    const float near = __uint_as_float(high << 16), rest = near == value ? 0.0f : value - near;  // also of an infinity
     return {high, bfloat_pair(rest, rest)};
 }
 

@@ -196,7 +196,7 @@ static inline void copy_lines(const machine::BoxCopy& box) {
 }
 
 static inline void copy_box(void* to, const Map& map, int column, int row, Gate* gate) {
-    if ((size_t)to % (map.line * 8) || map.height > 256 || map.apart % 16 || (size_t)map.address % 16)
+    if ((size_t)to % (map.line * 8) || map.height > 256 || map.apart % 16 || map.apart < map.end || (size_t)map.address % 16)
         return machine::fail("copies a box to or from where it is not aligned, or too large a one", threadIdx.x);
     machine::copy_box({machine::gate_at(gate), copy_lines, &map, to, column, row, long(map.line * map.height)});
 }
