@@ -162,7 +162,7 @@ __device__ __forceinline__ void show_tensor_cores() {
 #endif
 }
 
-#if TEAM == 4
+#if TEAM == 4 || defined(SPAN)
 // A tensor in memory from which boxes of rows are copied (cuTensorMapEncodeTiled).
 struct alignas(64) Map {
     u64 opaque[16];
@@ -209,6 +209,25 @@ __device__ __forceinline__ void copy_box(void* to, const Map& map, int column, i
 // A barrier of some of the block's warps, `threads` in all. Number 0 is __syncthreads.
 __device__ __forceinline__ void meet(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
 
+// Bytes of a row, a multiple of sixteen, for which the gate was told to wait.
+__device__ __forceinline__ void copy_line(void* to, const void* from, u32 bytes, Gate* gate) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from), "r"(bytes), "r"(place_of_gate(gate)) : "memory");
+}
+
+// Half by half the larger one, signs aside; what the sign of the result is does not matter.
+__device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {
+    u32 r;
+#if X == 1
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#else
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#endif
+    return r;
+}
+#endif
+
+#if TEAM == 4
 // From here on the four warps of this thread have so many registers for each, fewer than at the start or more.
 template <int COUNT>
 __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }

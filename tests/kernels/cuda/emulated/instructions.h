@@ -201,6 +201,19 @@ static inline void copy_box(void* to, const Map& map, int column, int row, Gate*
     machine::copy_box({machine::gate_at(gate), copy_lines, &map, to, column, row, long(map.line * map.height)});
 }
 
+static inline void copy_whole(const machine::BoxCopy& line) { memcpy(line.to, line.map, line.bytes); }
+
+static inline void copy_line(void* to, const void* from, u32 bytes, Gate* gate) {
+    if ((size_t)to % 16 || (size_t)from % 16 || bytes % 16 || !bytes) return machine::fail("copies a line that is not sixteens of bytes", threadIdx.x);
+    machine::copy_box({machine::gate_at(gate), copy_whole, from, to, 0, 0, long(bytes)});
+}
+
+static inline u32 larger_pair(u32 a, u32 b) {
+    u32 result = 0;
+    for (int i = 0; i < 32; i += 16) result |= ((a >> i & 0x7FFF) > (b >> i & 0x7FFF) ? a : b) & 0xFFFFu << i;
+    return result;
+}
+
 static inline void show_tensor_cores() {}
 static inline void begin_products() {}
 static inline void end_products() {}
