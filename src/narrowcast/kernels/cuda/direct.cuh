@@ -7,7 +7,6 @@
 // takes it to a number of ordinary size and takes its offset away.
 
 constexpr bool NARROW = CODES == 1 || CODES == 3;
-constexpr bool FLAGGED = CODES == 4;  // NaN has to be looked for
 constexpr int TABLE = CODES == 3 ? 64 << 10 : 0;
 
 // int4 and int8: the largest power of two is 2^15 or 2^127, the smallest half 2^-24 or 2^-133.
@@ -17,13 +16,8 @@ constexpr u32 SIXTEENTH = X == 1 ? 0x68006800u : 0x7D007D00u;       // a sixteen
 constexpr u32 LESS_8 = X == 1 ? 0xA400A400u : 0xBE00BE00u;          // -8 / UNIT
 constexpr u32 LESS_128 = X == 1 ? 0xB400B400u : 0xC000C000u;        // -128 / UNIT
 
-// fp8_e4m3: exponent and mantissa in the low bits of a half's exponent and the high bits of its mantissa.
-constexpr int SHIFT = X == 1 ? 7 : 4;
-constexpr u32 E4M3 = X == 1 ? 0xBF80BF80u : 0x87F087F0u, E4M3_BIAS = X == 1 ? 0x5C005C00u : 0x7B807B80u;  // 2^8, 2^120
-constexpr u32 BEYOND_480 = X == 1 ? 0x20802080u : 0x3C103C10u;  // to 2^15 from the bits of 480, which stands for NaN
-
 // The eight elements of one unit as four pairs; `x_pairs` orders x alike.
-__device__ __forceinline__ void decode(const u32* words, u32 lane, const void* table, u32* out, u32& largest) {
+__device__ __forceinline__ void decode(const u32* words, u32 lane, const void* table, u32* out) {
     if (CODES == 0) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[i] = fma_pair(prmt(words[i / 2] ^ 0x80808080u, 0, i % 2 ? 0x4342 : 0x4140), LARGEST, LESS_128);
@@ -39,18 +33,8 @@ __device__ __forceinline__ void decode(const u32* words, u32 lane, const void* t
         for (int i = 0; i < 4; ++i) out[i] = *(const u32*)((const u8*)table + prmt(words[0], lane * 4, 0x7604 | i << 4));
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32 signs = prmt(words[i / 2], 0, i % 2 ? 0xB3A2 : 0x9180);  // each byte, and its sign above it
-            out[i] = fma_pair(signs << SHIFT & E4M3, E4M3_BIAS, 0x80008000u);
-            largest = larger_pair(largest, out[i]);
-        }
+        for (int i = 0; i < 4; ++i) out[i] = i % 2 ? e4m3_pair<true>(words[i / 2]) : e4m3_pair<false>(words[i / 2]);
     }
-}
-
-// A NaN in each half where fp8_e4m3 had one, zero elsewhere.
-__device__ __forceinline__ u32 nans(u32 largest) {
-    const u32 there = ((largest & 0x7FFF7FFFu) + BEYOND_480) >> 15 & 0x00010001u;
-    return there * (X == 1 ? 0x7E00 : 0x7FC0);
 }
 
 __device__ __forceinline__ uint4 x_pairs(uint4 v) {
@@ -59,7 +43,7 @@ __device__ __forceinline__ uint4 x_pairs(uint4 v) {
 }
 
 // What a byte stands for, once for every lane: each has a bank of its own. Entries are 256 bytes apart, so that an address is a
-// byte beside a lane's number; between them lies x.
+// byte beside a lane's number: one instruction.
 __device__ __forceinline__ void fill_table(uint4* table, const u32* levels, int threads) {
     if (!TABLE) return;
 #pragma unroll 4
@@ -68,4 +52,3 @@ __device__ __forceinline__ void fill_table(uint4* table, const u32* levels, int 
         table[i / 8 * 16 + i % 8] = make_uint4(v, v, v, v);
     }
 }
-__device__ __forceinline__ int place_of_x(int i) { return TABLE ? i / 8 * 16 + 8 + i % 8 : i; }

@@ -162,7 +162,7 @@ __device__ __forceinline__ void show_tensor_cores() {
 #endif
 }
 
-#if TEAM == 4 || defined(SPAN)
+#if TEAM == 4 || defined(RING)
 // A tensor in memory from which boxes of rows are copied (cuTensorMapEncodeTiled).
 struct alignas(64) Map {
     u64 opaque[16];
@@ -215,16 +215,21 @@ __device__ __forceinline__ void copy_line(void* to, const void* from, u32 bytes,
                  :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from), "r"(bytes), "r"(place_of_gate(gate)) : "memory");
 }
 
-// Half by half the larger one, signs aside; what the sign of the result is does not matter.
-__device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {
+// Two fp8_e4m3, in the low half of a word or its high one, as halves of the kind of x.
+template <bool HIGH>
+__device__ __forceinline__ u32 e4m3_pair(u32 word) {
     u32 r;
+    if (HIGH) asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }" : "=r"(r) : "r"(word));
+    else asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }" : "=r"(r) : "r"(word));
 #if X == 1
-    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-#else
-    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-#endif
     return r;
+#else
+    float a, b;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }" : "=f"(a), "=f"(b) : "r"(r));
+    return bfloat_pair(a, b);
+#endif
 }
+
 #endif
 
 #if TEAM == 4

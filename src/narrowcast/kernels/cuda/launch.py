@@ -35,8 +35,10 @@ def launch_ring(ring: Ring, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe
     n, k = len(data), x.shape[1]
     levels = levels_of(recipe, x.dtype, x.device) if dict(ring.defines)["CODES"] == PAIRS else None
     kernel = nvrtc.function(sources("ring"), "ring", ring.defines + reading(), x.device.index, early=True)
-    sizes = (Int(n), Int(k), data.stride(0) if n > 1 else 0, Int(layout(recipe.format, k).scales_offset))
-    kernel(ring.grid, ring.threads, ring.shared, (data, x, out, bias, levels, *sizes, Int(ring.height)))
+    place = layout(recipe.format, k)
+    stride = data.stride(0) if n > 1 else place.row_bytes
+    sizes = (Int(n), Int(k), Int(stride), Int(place.row_bytes), Int(place.scales_offset))
+    kernel(ring.grid, ring.threads, ring.shared, (data, x, out, bias, levels, *sizes))
 
 
 def launch_slices(slices: Slices, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:

@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from narrowcast.kernels.cuda.formats import INT4, INT8, PAIRS, block_of, codes_of
-from narrowcast.kernels.layout import SCALE_BYTES, Element, Format, Scale
+from narrowcast.kernels.layout import Element, Format
 
 E4M3 = 4
 """`CODES` of fp8_e4m3 without a table, beside those of formats.py."""
@@ -22,13 +22,12 @@ PROCESSOR = 228 << 10
 
 
 class Ring(NamedTuple):
-    """How ring.cu divides the work: macros, grid, threads, shared memory, and rows of W to a block."""
+    """How ring.cu divides the work: macros, grid, threads and shared memory."""
 
     defines: tuple[tuple[str, int], ...]
     grid: int
     threads: int
     shared: int
-    height: int
 
 
 def direct_codes(format: Format) -> int | None:
@@ -40,12 +39,12 @@ def direct_codes(format: Format) -> int | None:
 
 
 @cache
-def choose_ring(format: Format, n: int, k: int, kind: int, bias: int, processors: int) -> Ring | None:
+def choose_ring(format: Format, n: int, k: int, stride: int, kind: int, bias: int, processors: int) -> Ring | None:
     """How a product of these sizes is divided, or None: the kernel is not made for it."""
     codes = direct_codes(format)
     if codes is None or kind == 0:
         return None
-    return divide(codes, format, n, k, kind, bias, processors, 16, 2048, 0, 2)
+    return divide(codes, format, n, k, stride, kind, bias, processors, 16, 0, 1)
 
 
 def divide(
@@ -53,46 +52,31 @@ def divide(
     format: Format,
     n: int,
     k: int,
+    stride: int,
     kind: int,
     bias: int,
     processors: int,
     parts: int,
-    span: int,
     stages: int,
     resident: int,
 ) -> Ring | None:
     """A division; with 0 stages, as many as fit."""
-    block, scale = block_of(format, k), Scale(format.scale)
-    if not fits(codes, block, SCALE_BYTES[scale], span, k):
-        return None
-    height = rows_of_block(n, processors)
-    narrow = codes in (INT4, PAIRS)
-    line = span // 2 if narrow else span
-    scales = -(-(-(-span // block) * SCALE_BYTES[scale]) // 16) * 16 if block else 0
-    stage = 16 * ((line + scales + 63) // 128 * 128 + 64)
-    chunk = 128 if narrow else 64
-    x = (-(-k // chunk) + 1) * chunk * 2
-    if codes == PAIRS and x > TABLE // 2:
-        return None
-    fixed = (TABLE if codes == PAIRS else x) + -(-height // 16) * 64 * parts + 16 * 16
-    stages = stages or (PROCESSOR // resident - 1024 - fixed) // stage
-    if stages < 2 or fixed + stages * stage > PROCESSOR - 1024:
-        return None
-    defines = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": int(scale), "BLOCK": block, "UNROLL": 1}
-    defines |= {"SPAN": span, "STAGES": stages, "KS": parts, "RESIDENT": resident}
-    threads = 32 * parts + 32
-    return Ring(tuple(defines.items()), -(-n // height), threads, fixed + stages * stage, height)
-
-
-def rows_of_block(n: int, processors: int) -> int:
-    """Rows of W for each block, so that all processors have as many."""
-    waves = -(-n // (processors * TALLEST))
-    return -(-n // (processors * waves))
-
-
-def fits(codes: int, block: int, scale_bytes: int, span: int, k: int) -> bool:
-    """Whether chunks are parts of blocks, or two or four of them, and spans, where there are several, whole blocks."""
+    block = block_of(format, k)
     chunk = 128 if codes in (INT4, PAIRS) else 64
-    if block and block % chunk and chunk not in (2 * block, 4 * block):
-        return False
-    return not block or k <= span or (span % block == 0 and span // block * scale_bytes % 16 == 0)
+    if block and block % chunk and chunk != 2 * block:
+        return None
+    pairs, rest = divmod(k, 2 * chunk)
+    if rest or pairs % parts:
+        return None
+    grid = min(n, processors * -(-n // (processors * TALLEST)))
+    tiles = -(-(-(-n // grid)) // 8)
+    fixed = (TABLE if codes == PAIRS else 0) + tiles * 32 * parts
+    room = PROCESSOR // resident - 1024 - fixed
+    tile = 8 * stride + 16
+    stages = min(stages or room // tile, tiles)
+    if stages < min(2, tiles) or stages * tile > room:
+        return None
+    defines = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": int(format.scale), "BLOCK": block, "UNROLL": 1}
+    defines |= {"EACH": pairs // parts, "STAGES": stages, "KS": parts, "RESIDENT": resident, "RING": 1}
+    return Ring(tuple(defines.items()), grid, 32 * parts + 32, fixed + stages * tile)
+

@@ -208,10 +208,16 @@ static inline void copy_line(void* to, const void* from, u32 bytes, Gate* gate) 
     machine::copy_box({machine::gate_at(gate), copy_whole, from, to, 0, 0, long(bytes)});
 }
 
-static inline u32 larger_pair(u32 a, u32 b) {
-    u32 result = 0;
-    for (int i = 0; i < 32; i += 16) result |= ((a >> i & 0x7FFF) > (b >> i & 0x7FFF) ? a : b) & 0xFFFFu << i;
-    return result;
+template <bool HIGH>
+static inline u32 e4m3_pair(u32 word) {
+    float values[2];
+    for (int i = 0; i < 2; ++i) {
+        const u32 bits = word >> (8 * i + 16 * HIGH), exponent = bits >> 3 & 15, fraction = bits & 7;
+        double value = exponent ? __builtin_ldexp(8 + fraction, int(exponent) - 10) : __builtin_ldexp(fraction, -9);
+        if ((bits & 127) == 127) value = __builtin_nan("");
+        values[i] = float(bits & 128 ? -value : value);
+    }
+    return pair_of(values[0], values[1]);
 }
 
 static inline void show_tensor_cores() {}
