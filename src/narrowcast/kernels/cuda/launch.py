@@ -33,12 +33,12 @@ def launch_cut(cut: Cut, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, b
 def launch_ring(ring: Ring, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:
     """Multiply with ring.cu."""
     n, k = len(data), x.shape[1]
-    levels = levels_of(recipe, x.dtype, x.device) if dict(ring.defines)["CODES"] == PAIRS else None
-    kernel = nvrtc.function(sources("ring"), "ring", ring.defines + reading(), x.device.index, early=True)
     place = layout(recipe.format, k)
-    stride = data.stride(0) if n > 1 else place.row_bytes
-    sizes = (Int(n), Int(k), Int(stride), Int(place.row_bytes), Int(place.scales_offset))
-    kernel(ring.grid, ring.threads, ring.shared, (data, x, out, bias, levels, *sizes))
+    sizes = (n, k, data.stride(0) if n > 1 else place.row_bytes, place.row_bytes, place.scales_offset)
+    with torch.cuda.device(x.device):
+        levels = levels_of(recipe, x.dtype, x.device) if dict(ring.defines)["CODES"] == PAIRS else None
+        kernel = nvrtc.function(sources("ring"), "ring", ring.defines + reading(), x.device.index, early=True)
+        kernel(ring.grid, ring.threads, ring.shared, (data, x, out, bias, levels, *(Int(size) for size in sizes)))
 
 
 def launch_slices(slices: Slices, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:

@@ -74,9 +74,6 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void ring(const u8* _
                 const uint4 upper = *(const uint4*)(codes + other * 64), lower = *(const uint4*)(codes + 64 - other * 64);
                 const float scale = BLOCK ? scale_here(here + scales + (pair * 2 * CHUNK + of_block) / (BLOCK ? BLOCK : 1) * SCALE_BYTES) : 1;
                 float sum[4] = {}, odd[4] = {};  // two sums, since one waits for its last mma
-#ifdef SINGLE
-#define odd sum
-#endif
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u) {
                     const uint4 v = xs[i][u];
@@ -87,11 +84,7 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void ring(const u8* _
                     mma(odd, a[2], b[2], a[3], b[3], v.z, v.w);
                 }
                 
-#ifdef SINGLE
-                const float both = below ? sum[2] : sum[0];
-#else
                 const float both = below ? sum[2] + odd[2] : sum[0] + odd[0];
-#endif
                 total = BLOCK ? fmaf(both, scale, total) : total + both;
             }
             __syncwarp();

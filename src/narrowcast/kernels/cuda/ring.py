@@ -1,4 +1,8 @@
-"""How ring.cu divides a product with one row of x."""
+"""How ring.cu divides a product with one row of x.
+
+The divisions are the best of bench/gpu_row.py --sweep on an H200, over layers with rows of 4096 to 8192 elements. Blocks
+that leave room for those of the next kernel let it read its weights while this one ends.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,22 @@ from functools import cache
 from typing import NamedTuple
 
 from narrowcast.kernels.cuda.formats import INT4, INT8, PAIRS, block_of, codes_of
-from narrowcast.kernels.layout import Element, Format
+from narrowcast.kernels.layout import Element, Format, layout
 
 E4M3 = 4
-"""`CODES` of fp8_e4m3 without a table, beside those of formats.py."""
+"""`CODES` of fp8_e4m3 where the GPU converts it, beside those of formats.py."""
 
 TABLE = 64 << 10
-"""Shared memory of a table of PAIRS; x lies between its entries."""
+"""Shared memory of a table of PAIRS in ring.cu."""
 
 TALLEST = 256
 """Rows of W that a block may have: their sums take shared memory."""
+
+LONGEST = 8192
+"""Elements of a row of W, up to which this was timed."""
+
+HELD = 64
+"""Registers that a thread may fill with x."""
 
 PROCESSOR = 228 << 10
 """Shared memory of a processor of Hopper, of which each block takes 1 KiB more than it asks for."""
@@ -30,6 +40,14 @@ class Ring(NamedTuple):
     shared: int
 
 
+class Division(NamedTuple):
+    """Warps that multiply; blocks that a processor has room for, and that it gets."""
+
+    parts: int
+    resident: int
+    blocks: int
+
+
 def direct_codes(format: Format) -> int | None:
     """`CODES` of ring.cu, or None."""
     if format.element == Element.E4M3:
@@ -40,43 +58,35 @@ def direct_codes(format: Format) -> int | None:
 
 @cache
 def choose_ring(format: Format, n: int, k: int, stride: int, kind: int, bias: int, processors: int) -> Ring | None:
-    """How a product of these sizes is divided, or None: the kernel is not made for it."""
-    codes = direct_codes(format)
-    if codes is None or kind == 0:
+    """How a product is divided, or None: the kernel is not made for it. `stride` is in bytes, from row to row of W."""
+    codes, row_bytes = direct_codes(format), layout(format, k).row_bytes
+    if codes is None or kind == 0 or k > LONGEST or stride > row_bytes + row_bytes // 8:
         return None
-    return divide(codes, format, n, k, stride, kind, bias, processors, 16, 0, 1)
+    small = n <= 32 * processors
+    first = Division(16 if small and codes == INT4 else 8, 2, 1 if small or codes == INT4 else 2)
+    rings = (divide(format, n, k, stride, kind, bias, processors, way) for way in (first, Division(16, 1, 1)))
+    return next((ring for ring in rings if ring is not None), None)
 
 
 def divide(
-    codes: int,
-    format: Format,
-    n: int,
-    k: int,
-    stride: int,
-    kind: int,
-    bias: int,
-    processors: int,
-    parts: int,
-    stages: int,
-    resident: int,
+    format: Format, n: int, k: int, stride: int, kind: int, bias: int, processors: int, way: Division, stages: int = 0
 ) -> Ring | None:
-    """A division; with 0 stages, as many as fit."""
-    block = block_of(format, k)
-    chunk = 128 if codes in (INT4, PAIRS) else 64
-    if block and block % chunk and chunk != 2 * block:
-        return None
+    """The product divided this way, with so many stages or, of 0, as many as fit; None where it cannot be."""
+    codes, block = direct_codes(format), block_of(format, k)
+    assert codes is not None
+    narrow = codes in (INT4, PAIRS)
+    chunk = 128 if narrow else 64
     pairs, rest = divmod(k, 2 * chunk)
-    if rest or pairs % parts:
+    if (block and block % chunk and chunk != 2 * block) or rest or pairs % way.parts:
         return None
-    grid = min(n, processors * -(-n // (processors * TALLEST)))
-    tiles = -(-(-(-n // grid)) // 8)
-    fixed = (TABLE if codes == PAIRS else 0) + tiles * 32 * parts
-    room = PROCESSOR // resident - 1024 - fixed
-    tile = 8 * stride + 16
+    each = pairs // way.parts
+    grid = min(n, processors * way.blocks * -(-n // (processors * way.blocks * TALLEST)))
+    tiles = (n + 8 * grid - 1) // (8 * grid)
+    fixed = (TABLE if codes == PAIRS else 0) + tiles * 32 * way.parts
+    room, tile = PROCESSOR // way.resident - 1024 - fixed, 8 * stride + 16
     stages = min(stages or room // tile, tiles)
-    if stages < min(2, tiles) or stages * tile > room:
+    if stages < min(2, tiles) or stages * tile > room or each * (16 if narrow else 8) > HELD:
         return None
     defines = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": int(format.scale), "BLOCK": block, "UNROLL": 1}
-    defines |= {"EACH": pairs // parts, "STAGES": stages, "KS": parts, "RESIDENT": resident, "RING": 1}
-    return Ring(tuple(defines.items()), grid, 32 * parts + 32, fixed + stages * tile)
-
+    defines |= {"RING": 1, "EACH": each, "STAGES": stages, "KS": way.parts, "RESIDENT": way.resident}
+    return Ring(tuple(defines.items()), grid, 32 * way.parts + 32, fixed + stages * tile)
