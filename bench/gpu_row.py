@@ -2,11 +2,11 @@
 
     PYTHONPATH=src:bench python3 bench/gpu_row.py            ring.cu as ring.py divides, beside dot.cu and tile.cu
     ... --sweep                                              every division of DIVISIONS
-    ... --specs "int4;nf4" --json PATH (default: $OUT/gpu_row.json where OUT is set)
+    ... --skip-check --shapes "4096x4096;22016x4096" --specs "int4;nf4" --json PATH (default: $OUT/gpu_row.json where OUT is set)
 
-Weights rotate past the L2 cache, and calls are replayed as a CUDA graph: "early" where weights may be read before the kernel
-before has ended, as in a decoder, "after" where not. The limit is reading the encoded weights at the bandwidth measured in the
-same run. Exits with 1 if a number is outside its bound.
+Weights rotate past the L2 cache, and calls are replayed as a CUDA graph: "early" where weights may be read before the
+kernel before has ended, as in a decoder, "after" where not. The limit is reading the encoded weights at the bandwidth
+measured in the same run. Exits with 1 if a number is outside its bound.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from narrowcast.kernels.early import weights_written_long_ago
 from narrowcast.kernels.layout import Recipe
 
 SPECS = ("int4:block=128", "int4", "nf4", "apot4", "fp8_e4m3", "fp8_e4m3:scale=none", "int8", "int8:block=row")
-SHAPES = ((4096, 4096), (12288, 4096), (22016, 4096), (32000, 4096), (8192, 8192))
+SHAPES = ((4096, 4096), (12288, 4096), (22016, 4096), (32000, 4096), (8192, 8192), (4096, 11008), (5120, 5120))
 DIVISIONS = tuple(
     Division(*way) for way in ((8, 2, 1), (8, 2, 2), (16, 2, 1), (16, 2, 2), (16, 1, 1), (4, 3, 3), (8, 3, 3))
 )
@@ -49,9 +49,9 @@ def ring_for(spec: str, n: int, k: int, dtype: torch.dtype, bias: int, way: Divi
     return choose_ring(format, *sizes) if way is None else divide(format, *sizes, way)
 
 
-def compile_all(rings: set[Ring | None]) -> None:
+def compile_all(rings: set[Ring | None], modes: tuple[int, ...] = (0, 1)) -> None:
     """Each once, many at a time."""
-    jobs = [(*ring.defines, ("READ_WEIGHTS_EARLY", early)) for ring in rings if ring for early in (0, 1)]
+    jobs = [(*ring.defines, ("READ_WEIGHTS_EARLY", early)) for ring in rings if ring for early in modes]
     files, device = sources("ring"), torch.cuda.current_device()
     with ThreadPoolExecutor(os.cpu_count(), initializer=lambda: torch.zeros(1, device="cuda")) as pool:
         list(pool.map(lambda defines: nvrtc.function(files, "ring", defines, device, True), dict.fromkeys(jobs)))
@@ -79,7 +79,7 @@ def check() -> int:
     specs = (*SPECS, "int4:block=256,scale=fp16", "int8:block=32", "nf4:block=row", "fp8_e4m3:block=128,scale=e8m0")
     cases = list(itertools.product(specs, (256, 17), (2048, 4096), (torch.bfloat16, torch.float16)))
     rings = {case: ring_for(*case, -1 if case[1] == 17 else 0) for case in cases}
-    compile_all(set(rings.values()))
+    compile_all(set(rings.values()), (0,))
     bad = 0
     for (spec, n, k, dtype), ring in rings.items():
         if ring is None:
@@ -96,18 +96,51 @@ def check() -> int:
     return bad
 
 
+def check_chain() -> int:
+    """How many specs give other bits where each product waits for the one before and weights are read early."""
+    bad = 0
+    for spec in SPECS:
+        recipe, ring = nc.codec(spec).recipe(GPU), ring_for(spec, 4096, 4096, torch.bfloat16, -1)
+        assert ring is not None
+        rows = nc.codec(spec).encode(torch.randn(4096, 4096, device=GPU) / 64)
+        first = torch.randn(1, 4096, device=GPU).bfloat16()
+        steps = [first, *(torch.zeros_like(first) for _ in range(40))]
+
+        def run(steps: list[Tensor] = steps, rows: Tensor = rows, recipe: Recipe = recipe, ring: Ring = ring) -> None:
+            for x, out in itertools.pairwise(steps):
+                launch_ring(ring, out, x, rows, recipe, None)
+
+        run()
+        right = torch.cat(steps)
+        for out in steps[1:]:
+            out.zero_()
+        with weights_written_long_ago():
+            run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+        first.copy_(torch.randn(1, 4096, device=GPU))
+        graph.replay()
+        first.copy_(right[:1])
+        graph.replay()
+        if not torch.equal(torch.cat(steps).view(torch.int16), right.view(torch.int16)):
+            bad += 1
+            print(f"WRONG {spec}: other bits in a chain of products")
+    return bad
+
+
 def launch(ring: Ring, out: Tensor, x: Tensor, rows: Tensor, recipe: Recipe, i: int) -> None:
     launch_ring(ring, out, x, rows[i], recipe, None)
 
 
-def time_all(specs: list[str], limit: float, sweep: bool) -> list[dict[str, object]]:
+def time_all(specs: list[str], shapes: list[tuple[int, int]], limit: float, sweep: bool) -> list[dict[str, object]]:
     rings = {
         (spec, *shape, way): ring_for(spec, *shape, torch.bfloat16, -1, way)
-        for spec, shape, way in itertools.product(specs, SHAPES, (None, *(DIVISIONS if sweep else ())))
+        for spec, shape, way in itertools.product(specs, shapes, (None, *(DIVISIONS if sweep else ())))
     }
     compile_all(set(rings.values()))
     lines: list[dict[str, object]] = []
-    for (n, k), spec in itertools.product(SHAPES, specs):
+    for (n, k), spec in itertools.product(shapes, specs):
         codec = nc.codec(spec)
         rows, recipe = rows_of(codec, n, k), codec.recipe(GPU)
         x, out = (
@@ -140,12 +173,15 @@ def show(lines: list[dict[str, object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--shapes", default=";".join(f"{n}x{k}" for n, k in SHAPES))
     parser.add_argument("--specs", default=";".join(SPECS))
     parser.add_argument("--json", default=os.environ.get("OUT") and f"{os.environ['OUT']}/gpu_row.json")
     chosen = parser.parse_args()
-    bad = check()
+    bad = 0 if chosen.skip_check else check() + check_chain()
     limit = read_bandwidth()
-    lines = time_all(chosen.specs.split(";"), limit, chosen.sweep)
+    shapes = [(int(n), int(k)) for n, k in (shape.split("x") for shape in chosen.shapes.split(";"))]
+    lines = time_all(chosen.specs.split(";"), shapes, limit, chosen.sweep)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, reads {limit / 1e6:.2f} TB/s")
     show(lines)
     if chosen.json:

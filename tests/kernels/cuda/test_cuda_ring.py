@@ -74,9 +74,10 @@ def test_each_division_is_exact_where_sums_are_and_nan_stays_in_its_row(case: Ca
     def in_one_block(ring: Ring) -> Ring:
         return ring._replace(grid=1, shared=ring.shared + 80 * 4 * parts)
 
-    wide = 2 * parts * (128 if recipe.format.bits == 4 else 64)
+    pair = 2 * (128 if recipe.format.bits == 4 else 64)
     longer = 3 if recipe.format.element == Element.INT else 2  # longer rows of levels have no exact sums
-    sizes = ((1, wide), (17, longer * wide), (40, wide), (70, wide))
+    wide = parts * pair
+    sizes = ((1, wide), (17, longer * wide), (40, wide + pair), (70, wide + pair))
     hold(case, recipe, 0, plan, launch, in_one_block, sizes)
 
 

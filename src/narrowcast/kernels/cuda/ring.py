@@ -1,7 +1,7 @@
 """How ring.cu divides a product with one row of x.
 
-The divisions are the best of bench/gpu_row.py --sweep on an H200, over layers with rows of 4096 to 8192 elements. Blocks
-that leave room for those of the next kernel let it read its weights while this one ends.
+The divisions are the best of bench/gpu_row.py --sweep on an H200, over layers with rows of 4096 to 8192 elements.
+Blocks that leave room for those of the next kernel let it read its weights while this one ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TABLE = 64 << 10
 TALLEST = 256
 """Rows of W that a block may have: their sums take shared memory."""
 
-LONGEST = 8192
+LONGEST = 12288
 """Elements of a row of W, up to which this was timed."""
 
 HELD = 64
@@ -77,9 +77,9 @@ def divide(
     narrow = codes in (INT4, PAIRS)
     chunk = 128 if narrow else 64
     pairs, rest = divmod(k, 2 * chunk)
-    if (block and block % chunk and chunk != 2 * block) or rest or pairs % way.parts:
+    if (block and block % chunk and chunk != 2 * block) or rest or pairs < way.parts:
         return None
-    each = pairs // way.parts
+    each = -(-pairs // way.parts)
     grid = min(n, processors * way.blocks * -(-n // (processors * way.blocks * TALLEST)))
     tiles = (n + 8 * grid - 1) // (8 * grid)
     fixed = (TABLE if codes == PAIRS else 0) + tiles * 32 * way.parts
@@ -88,5 +88,12 @@ def divide(
     if stages < min(2, tiles) or stages * tile > room or each * (16 if narrow else 8) > HELD:
         return None
     defines = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": int(format.scale), "BLOCK": block, "UNROLL": 1}
-    defines |= {"RING": 1, "EACH": each, "STAGES": stages, "KS": way.parts, "RESIDENT": way.resident}
+    defines |= {
+        "RING": 1,
+        "EACH": each,
+        "EVEN": int(pairs % way.parts == 0),
+        "STAGES": stages,
+        "KS": way.parts,
+        "RESIDENT": way.resident,
+    }
     return Ring(tuple(defines.items()), grid, 32 * way.parts + 32, fixed + stages * tile)
