@@ -9,7 +9,7 @@
 // in one chunk and then the same rows in the other; columns 0 to 3 of B are x in the first chunk and 4 to 7 in the second. Where a
 // chunk holds two blocks (GROUPS), every other two columns are x in one block and zero in the other. So each lane finds one
 // block's sum: of row g, in columns 2 t and on. Odd rows may have their chunks the other way around, to read from other banks.
-// A warp has the same EACH pairs of every row, or one less where they are not EVEN, so it holds their x in registers.
+// A warp has the same EACH pairs of every row, so it holds their x in registers.
 //
 // Sums have a fixed order: a warp's chunks one after the other, a row's blocks as a tree, and the warps' sums in order.
 
@@ -17,6 +17,7 @@ constexpr int LANE = NARROW ? 32 : 16, CHUNK = 4 * LANE, UNITS = LANE / 8;  // e
 constexpr int GROUPS = BLOCK == 0 || BLOCK >= CHUNK ? 1 : CHUNK / BLOCK;     // blocks in a chunk
 constexpr int THREADS = KS * 32 + 32;
 static_assert(GROUPS <= 2, "a chunk holds too many blocks");
+static_assert(BLOCK || !SCALE, "rows have one scale");
 
 // Where the rows of a block begin.
 __device__ __forceinline__ int first_row(int n, u32 block) { return u64(u32(n)) * block / gridDim.x; }
@@ -26,7 +27,7 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void ring(const u8* _
                                                                      int k, int stride, int row_bytes, int scales) {
     extern __shared__ __align__(1024) uint4 shared[];
     const int lane = threadIdx.x & 31, part = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    const int first = first_row(n, blockIdx.x), rows = first_row(n, blockIdx.x + 1) - first, tile = 8 * stride, pairs = k / (2 * CHUNK);
+    const int first = first_row(n, blockIdx.x), rows = first_row(n, blockIdx.x + 1) - first, tile = 8 * stride;
     u8* const tiles = (u8*)shared + TABLE;
     Gate *const full = (Gate*)(tiles + STAGES * tile), *const empty = full + STAGES;
     float(*const sums)[KS] = (float(*)[KS])(empty + STAGES);  // [rows, to whole tiles]
@@ -57,7 +58,7 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void ring(const u8* _
         for (int i = 0; i < EACH; ++i)
 #pragma unroll
             for (int u = 0; u < UNITS; ++u)
-                if (mine && (EVEN || part + i * KS < pairs)) xs[i][u] = x_pairs(*(const uint4*)(x + (2 * (part + i * KS) + g / 4) * CHUNK + t * LANE + u * 8));
+                if (mine) xs[i][u] = x_pairs(*(const uint4*)(x + (2 * (part + i * KS) + g / 4) * CHUNK + t * LANE + u * 8));
         if (TABLE) meet(1, KS * 32);
         const int other = stride % 128 ? 0 : g & 1;  // which chunk comes first in this row
         const bool below = (t >> 1) != other;        // the sum is in the lower rows of the product
@@ -70,7 +71,6 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void ring(const u8* _
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
                 const int pair = part + i * KS;
-                if (!EVEN && pair >= pairs) break;
                 const u8* const codes = here + pair * 128 + t * 16;
                 const uint4 upper = *(const uint4*)(codes + other * 64), lower = *(const uint4*)(codes + 64 - other * 64);
                 const float scale = BLOCK ? scale_here(here + scales + (pair * 2 * CHUNK + of_block) / (BLOCK ? BLOCK : 1) * SCALE_BYTES) : 1;
@@ -101,8 +101,6 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void ring(const u8* _
         float all = 0;
 #pragma unroll
         for (int p = 0; p < KS; ++p) all += sums[i][p];
-        all *= UNIT;
-        if (!BLOCK) all *= scale_at(w + i64(first + i) * stride + scales, 0);
-        store(y, first + i, with_bias(all, bias, first + i));
+        store(y, first + i, with_bias(all * UNIT, bias, first + i));
     }
 }

@@ -10,7 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from narrowcast.kernels.cuda.formats import INT4, INT8, PAIRS, block_of, codes_of
-from narrowcast.kernels.layout import Element, Format, layout
+from narrowcast.kernels.layout import Element, Format, Scale, layout
 
 E4M3 = 4
 """`CODES` of fp8_e4m3 where the GPU converts it, beside those of formats.py."""
@@ -21,8 +21,8 @@ TABLE = 64 << 10
 TALLEST = 256
 """Rows of W that a block may have: their sums take shared memory."""
 
-LONGEST = 12288
-"""Elements of a row of W, up to which this was timed."""
+TIMED = range(4096, 8192 + 1)
+"""Elements of a row of W with which this was timed."""
 
 HELD = 64
 """Registers that a thread may fill with x."""
@@ -60,7 +60,7 @@ def direct_codes(format: Format) -> int | None:
 def choose_ring(format: Format, n: int, k: int, stride: int, kind: int, bias: int, processors: int) -> Ring | None:
     """How a product is divided, or None: the kernel is not made for it. `stride` is in bytes, from row to row of W."""
     codes, row_bytes = direct_codes(format), layout(format, k).row_bytes
-    if codes is None or kind == 0 or k > LONGEST or stride > row_bytes + row_bytes // 8:
+    if codes is None or kind == 0 or k not in TIMED or stride > row_bytes + row_bytes // 8:
         return None
     small = n <= 32 * processors
     first = Division(16 if small and codes == INT4 else 8, 2, 1 if small or codes == INT4 else 2)
@@ -77,9 +77,10 @@ def divide(
     narrow = codes in (INT4, PAIRS)
     chunk = 128 if narrow else 64
     pairs, rest = divmod(k, 2 * chunk)
-    if (block and block % chunk and chunk != 2 * block) or rest or pairs < way.parts:
+    one_scale = not block and format.scale != Scale.NONE  # of which dot.cu makes more: bench/results/gpu-linear-h200.md
+    if one_scale or (block and block % chunk and chunk != 2 * block) or rest or pairs % way.parts:
         return None
-    each = -(-pairs // way.parts)
+    each = pairs // way.parts
     grid = min(n, processors * way.blocks * -(-n // (processors * way.blocks * TALLEST)))
     tiles = (n + 8 * grid - 1) // (8 * grid)
     fixed = (TABLE if codes == PAIRS else 0) + tiles * 32 * way.parts
@@ -88,12 +89,5 @@ def divide(
     if stages < min(2, tiles) or stages * tile > room or each * (16 if narrow else 8) > HELD:
         return None
     defines = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": int(format.scale), "BLOCK": block, "UNROLL": 1}
-    defines |= {
-        "RING": 1,
-        "EACH": each,
-        "EVEN": int(pairs % way.parts == 0),
-        "STAGES": stages,
-        "KS": way.parts,
-        "RESIDENT": way.resident,
-    }
+    defines |= {"RING": 1, "EACH": each, "STAGES": stages, "KS": way.parts, "RESIDENT": way.resident}
     return Ring(tuple(defines.items()), grid, 32 * way.parts + 32, fixed + stages * tile)
