@@ -1,9 +1,9 @@
 // y = x W^T + bias for one row of x and rows of 4- and 8-bit codes, on Hopper: tensor cores, and codes by the copy engine.
 //
-// Blocks share the rows of W out, to one row the same for all, and take eight at a time: a tile, which lies in memory as one piece, with scales and gaps. The last warp, the
-// sender, has tiles copied into a ring of STAGES in shared memory; KS other warps multiply, each every KS-th pair of chunks of the
-// rows. They wait for the ring alone, so that memory is read while they work, and, where weights may be read early, while the kernel
-// before this one ends.
+// Blocks share the rows of W out, as many to each or one more, and take eight at a time: a tile, which lies in memory as one piece,
+// with scales and gaps. The last warp, the sender, has tiles copied into a ring of STAGES in shared memory; KS other warps multiply,
+// each every KS-th pair of chunks of the rows. They wait for the ring alone, so that memory is read while they work, and, where
+// weights may be read early, while the kernel before this one ends.
 //
 // In a warp, lane 4 g + t has row g, elements [t * LANE, (t + 1) * LANE) of two chunks. Rows of A in mma.m16n8k16 are the eight rows
 // in one chunk and then the same rows in the other; columns 0 to 3 of B are x in the first chunk and 4 to 7 in the second. Where a
@@ -17,7 +17,7 @@ constexpr int LANE = NARROW ? 32 : 16, CHUNK = 4 * LANE, UNITS = LANE / 8;  // e
 constexpr int GROUPS = BLOCK == 0 || BLOCK >= CHUNK ? 1 : CHUNK / BLOCK;     // blocks in a chunk
 constexpr int THREADS = KS * 32 + 32;
 static_assert(GROUPS <= 2, "a chunk holds too many blocks");
-static_assert(BLOCK || !SCALE, "rows have one scale");
+static_assert(BLOCK || !SCALE, "rows with one scale are not for this kernel");
 
 // Where the rows of a block begin.
 __device__ __forceinline__ int first_row(int n, u32 block) { return u64(u32(n)) * block / gridDim.x; }
