@@ -66,10 +66,11 @@ def test_where_nothing_compiles_products_are_tritons_and_asking_warns_nobody(mon
 def test_it_says_cuda_exactly_where_a_product_goes_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from narrowcast.kernels.cuda import choose
 
-    for launch in ("launch_cut", "launch_slices"):
+    for launch in ("launch_cut", "launch_ring", "launch_slices"):
         monkeypatch.setattr(choose, launch, lambda *arguments: None)
     monkeypatch.setattr(choose, "_compiles", lambda device: True)
     monkeypatch.setattr(choose, "_processors", lambda device: 132)
+    monkeypatch.setattr(choose, "_chip", lambda device: (227 << 10, True))
     codec = CODECS[name]
     numel = 3072  # a multiple of every block in the table
     x, data = torch.ones(1, numel, dtype=torch.bfloat16), torch.zeros(16, codec.row_bytes(numel), dtype=torch.uint8)

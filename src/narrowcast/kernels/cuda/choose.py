@@ -1,6 +1,7 @@
 """Which kernel of this folder multiplies by encoded rows.
 
-    dot.cu, tile.cu  4- and 8-bit codes, a few rows of x (cuts.py)
+    ring.cu          4- and 8-bit codes, one row of x, on Hopper (ring.py)
+    dot.cu, tile.cu  the same elsewhere and for other sizes, and a few rows of x (cuts.py)
     slices.cu        more rows of x, up to 128 (slices.py)
     wide.cu          from 41 rows of x on, on Hopper (wide.py)
 
@@ -23,10 +24,11 @@ from narrowcast.errors import KernelWarning
 from narrowcast.kernels.cuda import nvrtc
 from narrowcast.kernels.cuda.cuts import LARGE, TILED, Cut, choose_cut
 from narrowcast.kernels.cuda.formats import BYTES, KINDS, PAIRS, block_of, codes_of, fp8_of, levels_of, scaling_of
-from narrowcast.kernels.cuda.launch import launch_cut, launch_slices, launch_wide
+from narrowcast.kernels.cuda.launch import launch_cut, launch_ring, launch_slices, launch_wide
+from narrowcast.kernels.cuda.ring import Ring, choose_ring
 from narrowcast.kernels.cuda.slices import WIDEST, Slices, choose_slices
 from narrowcast.kernels.cuda.wide import Wide, choose_wide
-from narrowcast.kernels.layout import Recipe
+from narrowcast.kernels.layout import Recipe, layout
 
 _BF16 = torch.bfloat16
 
@@ -55,6 +57,10 @@ def linear(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | 
             with torch.cuda.device(x.device):
                 launch_wide(wide, out, x, data, recipe, bias)
             return True
+    ring = ring_of(x, data, recipe, bias)
+    if ring is not None:
+        launch_ring(ring, out, x, data, recipe, bias)
+        return True
     bits = recipe.format.bits
     if len(x) > MANY:
         return False
@@ -118,6 +124,15 @@ def cut_of(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Cut 
     if codes is None:
         return None
     return choose_cut(codes, recipe.format, len(x), len(data), x.shape[1], KINDS[x.dtype], kind, _processors(x.device))
+
+
+def ring_of(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Ring | None:
+    """How ring.cu does this call, or None if it does not."""
+    if len(x) != 1 or _codes(x, data, recipe) is None or not _chip(x.device)[1]:
+        return None
+    n, k, kind = len(data), x.shape[1], -1 if bias is None else KINDS[bias.dtype]
+    stride = data.stride(0) if n > 1 else layout(recipe.format, k).row_bytes
+    return choose_ring(recipe.format, n, k, stride, KINDS[x.dtype], kind, _processors(x.device))
 
 
 def slices_of(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Slices | None:

@@ -23,7 +23,7 @@ TABLE = 32 << 10
 
 def sources(name: str) -> tuple[Path, ...]:
     """The files that make up a kernel, in order."""
-    parts = {"tile": ("pairs",), "slices": ("pairs",), "wide": ("pairs", "lanes")}.get(name, ())
+    parts = {"tile": ("pairs",), "slices": ("pairs",), "wide": ("pairs", "lanes"), "ring": ("direct",)}.get(name, ())
     return (*(HERE / f"{part}.cuh" for part in ("instructions", "numbers", *parts)), HERE / f"{name}.cu")
 
 

@@ -162,7 +162,7 @@ __device__ __forceinline__ void show_tensor_cores() {
 #endif
 }
 
-#if TEAM == 4
+#if TEAM == 4 || defined(RING)
 // A tensor in memory from which boxes of rows are copied (cuTensorMapEncodeTiled).
 struct alignas(64) Map {
     u64 opaque[16];
@@ -209,6 +209,30 @@ __device__ __forceinline__ void copy_box(void* to, const Map& map, int column, i
 // A barrier of some of the block's warps, `threads` in all. Number 0 is __syncthreads.
 __device__ __forceinline__ void meet(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
 
+// Bytes of a row, a multiple of sixteen, for which the gate was told to wait.
+__device__ __forceinline__ void copy_line(void* to, const void* from, u32 bytes, Gate* gate) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from), "r"(bytes), "r"(place_of_gate(gate)) : "memory");
+}
+
+// Two fp8_e4m3, in the low half of a word or its high one, as halves of the kind of x.
+template <bool HIGH>
+__device__ __forceinline__ u32 e4m3_pair(u32 word) {
+    u32 r;
+    if (HIGH) asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }" : "=r"(r) : "r"(word));
+    else asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }" : "=r"(r) : "r"(word));
+#if X == 1
+    return r;
+#else
+    float a, b;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }" : "=f"(a), "=f"(b) : "r"(r));
+    return bfloat_pair(a, b);
+#endif
+}
+
+#endif
+
+#if TEAM == 4
 // From here on the four warps of this thread have so many registers for each, fewer than at the start or more.
 template <int COUNT>
 __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from narrowcast.kernels.cuda import nvrtc
 from narrowcast.kernels.cuda.cuts import Cut
-from narrowcast.kernels.cuda.formats import KINDS, levels_of, numbers_of, sources
+from narrowcast.kernels.cuda.formats import KINDS, PAIRS, levels_of, numbers_of, sources
 from narrowcast.kernels.cuda.nvrtc import Boxes, Int
+from narrowcast.kernels.cuda.ring import Ring
 from narrowcast.kernels.cuda.slices import Slices
 from narrowcast.kernels.cuda.wide import Wide, line_bytes
 from narrowcast.kernels.early import may_read_weights_early
@@ -27,6 +28,17 @@ def launch_cut(cut: Cut, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, b
         else:
             levels = levels_of(recipe, x.dtype, x.device)
             kernel(cut.grid, cut.threads, cut.shared, (data, x, out, bias, levels, Int(len(x)), *sizes, x.stride(0)))
+
+
+def launch_ring(ring: Ring, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:
+    """Multiply with ring.cu."""
+    n, k = len(data), x.shape[1]
+    place = layout(recipe.format, k)
+    sizes = (n, k, data.stride(0) if n > 1 else place.row_bytes, place.row_bytes, place.scales_offset)
+    with torch.cuda.device(x.device):
+        levels = levels_of(recipe, x.dtype, x.device) if dict(ring.defines)["CODES"] == PAIRS else None
+        kernel = nvrtc.function(sources("ring"), "ring", ring.defines + reading(), x.device.index, early=True)
+        kernel(ring.grid, ring.threads, ring.shared, (data, x, out, bias, levels, *(Int(size) for size in sizes)))
 
 
 def launch_slices(slices: Slices, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> None:

@@ -201,6 +201,25 @@ static inline void copy_box(void* to, const Map& map, int column, int row, Gate*
     machine::copy_box({machine::gate_at(gate), copy_lines, &map, to, column, row, long(map.line * map.height)});
 }
 
+static inline void copy_whole(const machine::BoxCopy& line) { memcpy(line.to, line.map, line.bytes); }
+
+static inline void copy_line(void* to, const void* from, u32 bytes, Gate* gate) {
+    if ((size_t)to % 16 || (size_t)from % 16 || bytes % 16 || !bytes) return machine::fail("copies a line that is not sixteens of bytes", threadIdx.x);
+    machine::copy_box({machine::gate_at(gate), copy_whole, from, to, 0, 0, long(bytes)});
+}
+
+template <bool HIGH>
+static inline u32 e4m3_pair(u32 word) {
+    float values[2];
+    for (int i = 0; i < 2; ++i) {
+        const u32 bits = word >> (8 * i + 16 * HIGH), exponent = bits >> 3 & 15, fraction = bits & 7;
+        double value = exponent ? __builtin_ldexp(8 + fraction, int(exponent) - 10) : __builtin_ldexp(fraction, -9);
+        if ((bits & 127) == 127) value = __builtin_nan("");
+        values[i] = float(bits & 128 ? -value : value);
+    }
+    return pair_of(values[0], values[1]);
+}
+
 static inline void show_tensor_cores() {}
 static inline void begin_products() {}
 static inline void end_products() {}
