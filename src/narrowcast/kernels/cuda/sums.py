@@ -1,0 +1,188 @@
+"""Sums of rows of 4-bit codes, encoded again, by sums.cu: Codec.decode_sum_encode of int4 and of tables of 16 levels.
+
+It is made for bf16 scales of blocks of 32 to 1024 elements, a power of two, and for Hopper, where it was measured.
+triton/ takes the rest: other scales and blocks, own rows in fp64, more than 16 ranks, and rows too small to fill a GPU.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from narrowcast.kernels.cuda import choose, nvrtc
+from narrowcast.kernels.cuda.formats import INT4, KINDS, PAIRS, codes_of, sources
+from narrowcast.kernels.cuda.nvrtc import Int
+from narrowcast.kernels.curves import REACH, fit
+from narrowcast.kernels.layout import Format, Recipe, Scale, layout, scaling, to_float32
+
+MOST_RANKS = 16
+FEWEST = 1 << 22
+"""Elements from which on filling the tables costs less than it gains."""
+
+THREADS = 512
+PIECE = 1024
+"""Elements that a warp takes at a time."""
+
+BLOCKS = (32, 64, 128, 256, 512, 1024)
+LARGEST_FUSED = 512
+"""Levels up to here have products that are finite where `HUGE_SCALE` of sums.cu says so, and exact."""
+
+WHOLE, CURVE, STEPS = range(3)
+"""`CHOICE` in the kernel."""
+
+WIDE = {INT4: 0b11110000, PAIRS: 0b01010101}
+"""Which of eight ranks read pairs of fp32: shared memory and what issues instructions are then equally busy."""
+
+ONES = 1.5 * 2**23
+"""Added to an fp32 number, it leaves a whole number in the low bits; 2**-7 of it leaves seven bits of fraction too."""
+
+
+class Tables(NamedTuple):
+    """What sums.cu is told of a format's numbers."""
+
+    choice: int
+    fused: bool
+    wide: int
+    """`WIDE` in the kernel."""
+    curve: tuple[float, float, float]
+    """`BEND`, `SLOPE`, `MIDDLE`."""
+    numbers: Tensor
+    """int32: pairs of fp32 for each byte, pairs of bf16, and the thresholds or the codes by which sums find theirs."""
+    table: Tensor | None
+    """Keeps the memory alive whose address `tables_of` remembers this by."""
+
+
+def decode_sum_encode(
+    out: Tensor, data: Tensor, numel: int, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
+) -> bool:
+    """Encode the sum of the rows of `data`, or return False. `out` is contiguous, at a multiple of 16 bytes."""
+    if numel < FEWEST or not 2 <= len(data) <= MOST_RANKS or not _known(recipe.format) or not _runs(data.device):
+        return False
+    aligned = data.stride(1) == 1 and data.stride(0) % 16 == 0 and data.data_ptr() % 16 == 0
+    if own is not None:
+        aligned = aligned and own.is_contiguous() and own.data_ptr() % 16 == 0 and own.dtype in KINDS
+    tables = tables_of(recipe, data.device) if aligned and 0 <= data.stride(0) < 2**31 else None
+    if tables is None:
+        return False
+    pieces = -(-numel // PIECE)
+    grid = min(choose._processors(data.device), -(-pieces // (THREADS // 32)))
+    where, divide = layout(recipe.format, numel), _divide(divisor)
+    factor = 1.0 / divisor if divide == 1 else float(divisor)
+    with torch.cuda.device(data.device):
+        defines = defines_of(tables, recipe, len(data), own, own_rank, divide)
+        kernel = nvrtc.function(sources("sums"), "sums", defines, data.device.index)
+        sizes = (numel, where.scales_offset, where.row_bytes, Int(data.stride(0)), Int(_bits(factor)))
+        kernel(grid, THREADS, shared_of(tables.choice), (data, tables.numbers, out, own, *sizes))
+    return True
+
+
+def takes(recipe: Recipe, device: torch.device) -> bool:
+    """Whether large sums of a few rows are done here."""
+    return _known(recipe.format) and _runs(device) and tables_of(recipe, torch.device("cpu")) is not None
+
+
+def shared_of(choice: int) -> int:
+    """Bytes of shared memory: both tables of bytes, and what is behind them."""
+    return (256 + {WHOLE: 0, CURVE: 16 // 2, STEPS: 256}[choice]) * 256
+
+
+def defines_of(
+    tables: Tables, recipe: Recipe, ranks: int, own: Tensor | None, own_rank: int, divide: int
+) -> tuple[tuple[str, int], ...]:
+    """What the kernel is compiled with."""
+    step, limit = scaling(recipe.format, recipe.peak)
+    codes = codes_of(recipe.format)
+    assert codes is not None
+    named = dict(zip(("BEND", "SLOPE", "MIDDLE"), tables.curve, strict=True), PEAK_STEP=step, LIMIT=limit)
+    defines = {"CODES": codes, "RANKS": ranks, "OWN": -1 if own is None else own_rank, "DIVIDE": divide}
+    defines |= {"X": 0 if own is None else KINDS[own.dtype], "BLOCK": recipe.format.block, "THREADS": THREADS}
+    defines |= {"FUSED": int(tables.fused), "WIDE": tables.wide, "CHOICE": tables.choice}
+    defines |= {"SCALE": int(recipe.format.scale), "BIAS": -1, "UNROLL": 1}
+    return (*defines.items(), *((name, _bits(value) & 0xFFFFFFFF) for name, value in named.items()))
+
+
+_tables: dict[object, Tables | None] = {}
+
+
+def tables_of(recipe: Recipe, device: torch.device) -> Tables | None:
+    """The tables of a format, made once: that reads the levels, and waits for the device. None where there are none."""
+    key = (recipe.format.element, device, None if recipe.table is None else recipe.table.data_ptr())
+    if key not in _tables:
+        made = _make_tables(recipe.table)
+        _tables[key] = None if made is None else made._replace(numbers=made.numbers.to(device), table=recipe.table)
+    return _tables[key]
+
+
+def _make_tables(table: Tensor | None) -> Tables | None:
+    """`table` is that of a recipe, None for int4."""
+    byte = torch.arange(256, dtype=torch.int64, device="cpu")
+    if table is None:
+        levels = (torch.arange(16, dtype=torch.int64, device="cpu") ^ 8).float() - 8
+        choice, curve, behind, fused = WHOLE, (0.0, 0.0, 0.0), byte[:0], True
+    else:
+        levels, thresholds = table.cpu()
+        finite = levels[levels.isfinite()]
+        chosen = _steps(thresholds, float(finite.abs().max())) or _curve(thresholds, float(finite.abs().max()))
+        if chosen is None:
+            return None
+        choice, curve, behind = chosen
+        fused = bool((finite == finite.round()).all()) and float(finite.abs().max()) <= LARGEST_FUSED
+    pairs = torch.stack([levels[byte & 15], levels[byte >> 4]], 1)
+    halves = pairs.bfloat16()
+    exact = bool((halves.float().eq(pairs) | pairs.isnan()).all())
+    wide = WIDE[INT4 if table is None else PAIRS] if fused and exact else 0xFF
+    parts = [pairs.view(-1).view(torch.int32), halves.view(-1).view(torch.int32), behind.int()]
+    return Tables(choice, fused, wide, curve, torch.cat(parts), None)
+
+
+Choice = tuple[int, tuple[float, float, float], Tensor]
+
+
+def _steps(thresholds: Tensor, peak: float) -> Choice | None:
+    """Codes by how many steps lie below a number, where all thresholds are multiples of one step."""
+    finite = thresholds[thresholds.isfinite()].double()
+    for power in range(4, -9, -1):
+        step = 2.0**power
+        if REACH * peak / step > 126:
+            return None
+        if bool((finite / step == (finite / step).round()).all()):
+            # Rounded up, a number is above the thresholds below that many steps.
+            cells = torch.arange(-128, 128, dtype=torch.float64, device="cpu")
+            codes = (finite[None] / step < cells[:, None]).sum(1)
+            return STEPS, (0.0, 1 / step, ONES + 128), codes
+    return None
+
+
+def _curve(thresholds: Tensor, peak: float) -> Choice | None:
+    """Thresholds by a curve that guesses the code or one less."""
+    curve = fit(thresholds[thresholds.isfinite()].double(), to_float32(REACH * peak), 16)
+    if curve is None:
+        return None
+    bend, slope, middle = curve
+    return CURVE, (bend, slope, middle + 0.5 + ONES / 128), thresholds.contiguous().view(torch.int32)
+
+
+def _known(format: Format) -> bool:
+    """Whether sums.cu is made for such codes, scales and blocks."""
+    whole = format.scale == Scale.BF16 and format.block in BLOCKS and not format.stochastic
+    return whole and format.bits == 4 and codes_of(format) in (INT4, PAIRS)
+
+
+def _divide(divisor: int) -> int:
+    """`DIVIDE` in the kernel: one multiplication by a power of two rounds like the division."""
+    return 0 if divisor == 1 else 1 if divisor & (divisor - 1) == 0 else 2
+
+
+def _bits(value: float) -> int:
+    """fp32 as a signed integer of 32 bits."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+@cache
+def _runs(device: torch.device) -> bool:
+    """Whether this is a Hopper GPU on which CUDA can be compiled."""
+    return device.type == "cuda" and not nvrtc.missing() and torch.cuda.get_device_capability(device)[0] == 9
