@@ -25,7 +25,8 @@ FLT_MAX = torch.finfo(torch.float32).max
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of any size, on what stands for a Hopper GPU; two warps, so that more than one block has work."""
     monkeypatch.setattr(sums, "FEWEST", 1)
-    monkeypatch.setattr(sums, "THREADS", 64)
+    monkeypatch.setattr(sums, "WARPS", 2)
+    monkeypatch.setattr(sums, "_launches", {})
     monkeypatch.setattr(sums, "_runs", lambda device: True)
 
 

@@ -5,7 +5,7 @@
 //   FUSED   1 where a product of code and scale is exact, so that it may be added in the same instruction
 //   WIDE    ranks, as bits, whose codes become numbers in `numbers_of_bytes`; others by arithmetic or, as bf16, in `halves_of_bytes`
 //   DIVIDE  0 no, 1 multiply by `factor`, 2 divide by it
-//   CHOICE  how the sum's codes are found: 0 whole numbers, 1 along a curve (BEND, SLOPE, MIDDLE), 2 in steps of 1 / SLOPE
+//   CHOICE  how the sum's codes are found: 0 whole numbers, 1 along a curve (BEND, SLOPE, MIDDLE), 2 in steps of 1 / SLOPE, STEPS of them
 //   PEAK_STEP, LIMIT  of layout.Scaling. These and the curve are bits of fp32.
 //
 // A lane takes 32 neighbours, which is 16 bytes of each row; LANES lanes share a scale. The kernel is bound by the instructions it issues
@@ -15,7 +15,7 @@ constexpr int LANES = BLOCK / 32;
 constexpr bool INTEGERS = CODES == 1;
 constexpr u32 ROOM = 256 * 256;          // of both tables of bytes: 256 bytes to an entry, so that prmt makes an address of a byte
 constexpr u32 CELL = CHOICE == 1 ? 128 : 256;  // bytes to an entry of the table behind them
-constexpr u32 CELLS = CHOICE == 0 ? 0 : CHOICE == 1 ? 16 : 256;
+constexpr u32 CELLS = CHOICE == 0 ? 0 : CHOICE == 1 ? 16 : STEPS;
 constexpr float HUGE_SCALE = 3.3230699894622897e35f;  // 2^118: with levels below 2^10, products with smaller scales are finite
 
 extern __shared__ __align__(1024) char memory[];
@@ -112,30 +112,37 @@ __device__ __forceinline__ void add_row(const uint4& words, float scale, u32 lan
     }
 }
 
-__device__ __forceinline__ void sum_ranks(const u8* codes, const u8* scales, u32 stride, const void* own, i64 first, int count, u32 lane, float (&sum)[32]) {
+// What a lane reads of each row: codes on their way to its own bytes of shared memory, scales to registers.
+struct Piece {
+    char* codes;
+    u32 scales[RANKS];
+};
+
+__device__ __forceinline__ void fetch(const u8* data, i64 from, i64 scales_at, u32 stride, Piece& piece) {
+    const u8 *const codes = data + from / 2, *const scales = data + scales_at + from / BLOCK * 2;
+#pragma unroll
+    for (int rank = 0; rank < RANKS; ++rank)
+        if (rank != OWN) {
+            copy16(piece.codes + 512 * rank, codes + u64(rank) * stride, true);
+            piece.scales[rank] = __ldg((const u16*)(scales + u64(rank) * stride));
+        }
+    end_lot();
+}
+
+// Whether every product is finite.
+__device__ __forceinline__ bool sum_ranks(const Piece& piece, const void* own, i64 first, int count, u32 lane, float (&sum)[32]) {
     float largest = 0;
 #pragma unroll
-    for (int done = 0; done < RANKS; done += 8) {
-        uint4 words[8];
-        u32 stored[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-            if (done + i < RANKS && done + i != OWN) {
-                words[i] = stream16(codes + u64(done + i) * stride);
-                stored[i] = __ldg((const u16*)(scales + u64(done + i) * stride));
-            }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            if (done + i == OWN) {
-                add_own(own, first, count, sum);
-            } else if (done + i < RANKS) {
-                const float scale = __uint_as_float(stored[i] << 16);
-                if (FUSED) largest = fmaxf(largest, fabsf(scale));
-                add_row(words[i], scale, lane, done + i, sum);
-            }
+    for (int rank = 0; rank < RANKS; ++rank) {
+        if (rank == OWN) {
+            add_own(own, first, count, sum);
+        } else {
+            const float scale = __uint_as_float(piece.scales[rank] << 16);
+            if (FUSED) largest = fmaxf(largest, fabsf(scale));
+            add_row(*(const uint4*)(piece.codes + 512 * rank), scale, lane, rank, sum);
         }
     }
-    if (FUSED && RANKS > 1 && largest > HUGE_SCALE) sum_slowly(codes, scales, stride, own, first, count, lane, sum);
+    return !(FUSED && RANKS > 1 && largest > HUGE_SCALE);
 }
 
 __device__ __forceinline__ u32 turned(u32 bits) { return bits << 1 | bits >> 31; }
@@ -206,13 +213,20 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void sums(const u8* __restri
     const u32 lane = threadIdx.x % 32;
     fill_tables(numbers);
     __syncthreads();
-    const i64 pieces = (numel + 1023) / 1024;
-    for (i64 piece = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; piece < pieces; piece += i64(gridDim.x) * (THREADS / 32)) {
-        const i64 first = piece * 1024 + lane * 32;
+    const i64 pieces = (numel + 1023) / 1024, apart = i64(gridDim.x) * (THREADS / 32);
+    i64 at = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    Piece piece = {memory + ROOM + CELLS * CELL + threadIdx.x / 32 * (512 * RANKS) + lane * 16};
+    // A lane with nothing to read reads what is there.
+    const auto from = [&](i64 piece) { return piece * 1024 + lane * 32 < numel ? piece * 1024 + lane * 32 : 0; };
+    fetch(data, from(at), scales_at, stride, piece);
+    for (; at < pieces; at += apart) {
+        const i64 first = at * 1024 + lane * 32;
         const int count = max(0, int(min(numel - first, i64(32))));
-        const i64 from = count ? first : 0;  // who has nothing to read reads what is there
         float sum[32];
-        sum_ranks(data + from / 2, data + scales_at + from / BLOCK * 2, stride, own, from, count, lane, sum);
+        await_lots<0>();
+        if (!sum_ranks(piece, own, first, count, lane, sum))
+            sum_slowly(data + from(at) / 2, data + scales_at + from(at) / BLOCK * 2, stride, own, first, count, lane, sum);
+        fetch(data, from(at + apart), scales_at, stride, piece);
 #pragma unroll
         for (int i = 0; DIVIDE && i < 32; ++i) sum[i] = DIVIDE == 1 ? __fmul_rn(sum[i], __uint_as_float(factor)) : __fdiv_rn(sum[i], __uint_as_float(factor));
         if (count < 32)

@@ -6,15 +6,17 @@ triton/ takes the rest: other scales and blocks, own rows in fp64, more than 16 
 
 from __future__ import annotations
 
+import math
 import struct
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowcast.kernels.cuda import choose, nvrtc
 from narrowcast.kernels.cuda.formats import INT4, KINDS, PAIRS, codes_of, sources
+from narrowcast.kernels.cuda.launch import reading
 from narrowcast.kernels.cuda.nvrtc import Int
 from narrowcast.kernels.curves import REACH, fit
 from narrowcast.kernels.layout import Format, Recipe, Scale, layout, scaling, to_float32
@@ -23,9 +25,17 @@ MOST_RANKS = 16
 FEWEST = 1 << 22
 """Elements from which on filling the tables costs less than it gains."""
 
-THREADS = 512
+WARPS = 24
+"""Most warps of a block; each processor has one block."""
+
 PIECE = 1024
 """Elements that a warp takes at a time."""
+
+STAGED = 512
+"""Bytes of each row that a warp has on their way to shared memory."""
+
+ROOM = 227 << 10
+"""Shared memory that a block may have."""
 
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 LARGEST_FUSED = 512
@@ -50,6 +60,7 @@ class Tables(NamedTuple):
     """`WIDE` in the kernel."""
     curve: tuple[float, float, float]
     """`BEND`, `SLOPE`, `MIDDLE`."""
+    steps: int
     numbers: Tensor
     """int32: pairs of fp32 for each byte, pairs of bf16, and the thresholds or the codes by which sums find theirs."""
     table: Tensor | None
@@ -65,44 +76,65 @@ def decode_sum_encode(
     aligned = data.stride(1) == 1 and data.stride(0) % 16 == 0 and data.data_ptr() % 16 == 0
     if own is not None:
         aligned = aligned and own.is_contiguous() and own.data_ptr() % 16 == 0 and own.dtype in KINDS
-    tables = tables_of(recipe, data.device) if aligned and 0 <= data.stride(0) < 2**31 else None
-    if tables is None:
+    if not aligned or not 0 <= data.stride(0) < 2**31:
         return False
-    pieces = -(-numel // PIECE)
-    grid = min(choose._processors(data.device), -(-pieces // (THREADS // 32)))
-    where, divide = layout(recipe.format, numel), _divide(divisor)
-    factor = 1.0 / divisor if divide == 1 else float(divisor)
     with torch.cuda.device(data.device):
-        defines = defines_of(tables, recipe, len(data), own, own_rank, divide)
-        kernel = nvrtc.function(sources("sums"), "sums", defines, data.device.index)
+        launch = launch_of(recipe, data.device, len(data), None if own is None else (own_rank, own.dtype), divisor)
+        if launch is None:
+            return False
+        where, factor = layout(recipe.format, numel), 1.0 / divisor if _divide(divisor) == 1 else float(divisor)
+        grid = min(choose._processors(data.device), -(-numel // (PIECE * launch.threads // 32)))
         sizes = (numel, where.scales_offset, where.row_bytes, Int(data.stride(0)), Int(_bits(factor)))
-        kernel(grid, THREADS, shared_of(tables.choice), (data, tables.numbers, out, own, *sizes))
+        launch.kernel(grid, launch.threads, launch.shared, (data, launch.tables.numbers, out, own, *sizes))
     return True
+
+
+class Launch(NamedTuple):
+    """A compiled kernel, and what it runs with."""
+
+    kernel: nvrtc.Function
+    threads: int
+    shared: int
+    tables: Tables
+
+
+_launches: dict[object, Launch | None] = {}
+
+
+def launch_of(
+    recipe: Recipe, device: torch.device, ranks: int, own: tuple[int, torch.dtype] | None, divisor: int
+) -> Launch | None:
+    """The launch of such a sum, compiled once; None where there is none. `own` is its rank and dtype."""
+    table = None if recipe.table is None else recipe.table.data_ptr()
+    key = (recipe.format, recipe.peak, table, device.index, ranks, own, _divide(divisor))
+    if key not in _launches:
+        tables = tables_of(recipe, device)
+        _launches[key] = None if tables is None else _compile(tables, recipe, device, ranks, own, _divide(divisor))
+    return _launches[key]
+
+
+def _compile(
+    tables: Tables, recipe: Recipe, device: torch.device, ranks: int, own: tuple[int, torch.dtype] | None, divide: int
+) -> Launch:
+    rank, dtype = (-1, torch.float32) if own is None else own
+    # A NaN may ask for any of 256 steps: what it reads has to be there, and does not count.
+    behind = {WHOLE: 0, CURVE: 16 * 128, STEPS: tables.steps * 256}[tables.choice]
+    least = (512 if tables.choice == STEPS else 256) * 256
+    warps = min(WARPS, (ROOM - 256 * 256 - behind) // (STAGED * ranks))
+    shared = max(least, 256 * 256 + behind + warps * STAGED * ranks)
+    step, limit = scaling(recipe.format, recipe.peak)
+    defines: dict[str, Any] = {"RANKS": ranks, "OWN": rank, "X": KINDS[dtype], "DIVIDE": divide, "THREADS": 32 * warps}
+    defines |= {"CODES": codes_of(recipe.format), "BLOCK": recipe.format.block, "SCALE": int(recipe.format.scale)}
+    defines |= {"FUSED": int(tables.fused), "WIDE": tables.wide, "CHOICE": tables.choice, "STEPS": tables.steps}
+    named = {"PEAK_STEP": step, "LIMIT": limit} | dict(zip(("BEND", "SLOPE", "MIDDLE"), tables.curve, strict=True))
+    defines |= {name: _bits(value) & 0xFFFFFFFF for name, value in named.items()} | {"BIAS": -1, "UNROLL": 1}
+    kernel = nvrtc.function(sources("sums"), "sums", (*defines.items(), *reading()), device.index)
+    return Launch(kernel, 32 * warps, shared, tables)
 
 
 def takes(recipe: Recipe, device: torch.device) -> bool:
     """Whether large sums of a few rows are done here."""
     return _known(recipe.format) and _runs(device) and tables_of(recipe, torch.device("cpu")) is not None
-
-
-def shared_of(choice: int) -> int:
-    """Bytes of shared memory: both tables of bytes, and what is behind them."""
-    return (256 + {WHOLE: 0, CURVE: 16 // 2, STEPS: 256}[choice]) * 256
-
-
-def defines_of(
-    tables: Tables, recipe: Recipe, ranks: int, own: Tensor | None, own_rank: int, divide: int
-) -> tuple[tuple[str, int], ...]:
-    """What the kernel is compiled with."""
-    step, limit = scaling(recipe.format, recipe.peak)
-    codes = codes_of(recipe.format)
-    assert codes is not None
-    named = dict(zip(("BEND", "SLOPE", "MIDDLE"), tables.curve, strict=True), PEAK_STEP=step, LIMIT=limit)
-    defines = {"CODES": codes, "RANKS": ranks, "OWN": -1 if own is None else own_rank, "DIVIDE": divide}
-    defines |= {"X": 0 if own is None else KINDS[own.dtype], "BLOCK": recipe.format.block, "THREADS": THREADS}
-    defines |= {"FUSED": int(tables.fused), "WIDE": tables.wide, "CHOICE": tables.choice}
-    defines |= {"SCALE": int(recipe.format.scale), "BIAS": -1, "UNROLL": 1}
-    return (*defines.items(), *((name, _bits(value) & 0xFFFFFFFF) for name, value in named.items()))
 
 
 _tables: dict[object, Tables | None] = {}
@@ -136,7 +168,7 @@ def _make_tables(table: Tensor | None) -> Tables | None:
     exact = bool((halves.float().eq(pairs) | pairs.isnan()).all())
     wide = WIDE[INT4 if table is None else PAIRS] if fused and exact else 0xFF
     parts = [pairs.view(-1).view(torch.int32), halves.view(-1).view(torch.int32), behind.int()]
-    return Tables(choice, fused, wide, curve, torch.cat(parts), None)
+    return Tables(choice, fused, wide, curve, len(behind), torch.cat(parts), None)
 
 
 Choice = tuple[int, tuple[float, float, float], Tensor]
@@ -147,13 +179,14 @@ def _steps(thresholds: Tensor, peak: float) -> Choice | None:
     finite = thresholds[thresholds.isfinite()].double()
     for power in range(4, -9, -1):
         step = 2.0**power
-        if REACH * peak / step > 126:
+        ends = math.ceil(REACH * peak / step) + 1
+        if 2 * ends > 255:
             return None
         if bool((finite / step == (finite / step).round()).all()):
             # Rounded up, a number is above the thresholds below that many steps.
-            cells = torch.arange(-128, 128, dtype=torch.float64, device="cpu")
+            cells = torch.arange(-ends, ends + 1, dtype=torch.float64, device="cpu")
             codes = (finite[None] / step < cells[:, None]).sum(1)
-            return STEPS, (0.0, 1 / step, ONES + 128), codes
+            return STEPS, (0.0, 1 / step, ONES + ends), codes
     return None
 
 
