@@ -71,8 +71,10 @@ def test_sums_equal_the_reference_bit_for_bit(spec: str, ranks: int, numel: int)
     [(4, 0, 4, torch.float32), (3, 2, 3, torch.bfloat16), (10, 9, 10, torch.float16), (2, 0, 1, torch.float32)],
     ids=str,
 )
-def test_own_rows_and_divisors(spec: str, ranks: int, rank: int, divisor: int, dtype: torch.dtype) -> None:
-    numel = 1999
+@pytest.mark.parametrize("numel", [29, 2001])
+def test_own_rows_and_divisors(
+    spec: str, ranks: int, rank: int, divisor: int, dtype: torch.dtype, numel: int
+) -> None:
     own = -rows_of(ranks, numel)[0].clamp(-60000, 60000).to(dtype)
     check(spec, encoded(spec, ranks, numel), numel, own, rank, divisor)
 

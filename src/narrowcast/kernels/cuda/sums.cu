@@ -18,6 +18,9 @@ constexpr u32 CELL = CHOICE == 1 ? 128 : 256;  // bytes to an entry of the table
 constexpr u32 CELLS = CHOICE == 0 ? 0 : CHOICE == 1 ? 16 : STEPS;
 constexpr float HUGE_SCALE = 3.3230699894622897e35f;  // 2^118: with levels below 2^10, products with smaller scales are finite
 
+constexpr int EACH = X == 0 ? 4 : 8;  // numbers of `own` in sixteen bytes
+constexpr int STAGED = 512 * RANKS + (OWN < 0 ? 0 : 1024 / EACH * 16);  // bytes that a warp has on their way
+
 extern __shared__ __align__(1024) char memory[];
 
 // Of each byte of two codes: both numbers in fp32 and, 128 bytes behind, in bf16; then the table of CHOICE. Each lane has its own banks.
@@ -69,22 +72,40 @@ __device__ __forceinline__ float plus_product(float sum, float number, float sca
     return first ? product : __fadd_rn(sum, product);
 }
 
-// Adds this lane's elements of `own`, of which `count` exist.
-__device__ __forceinline__ void add_own(const void* own, i64 first, int count, float (&sum)[32]) {
+__device__ __forceinline__ float plus_own(float sum, float own) {
+    // A zero times a negative scale is a zero all the same: once the sum is no -0.0, no integer makes it one.
+    return OWN > 0 ? __fadd_rn(sum, own) : INTEGERS && RANKS > 1 ? __fadd_rn(own, 0.0f) : own;
+}
+
+// Where sixteen bytes of `own` lie in shared memory: lanes that read at a time, or that write, find them in different banks.
+__device__ __forceinline__ u32 own_place(u32 unit) { return (unit ^ unit / 8 % 8) * 16; }
+
+// Adds this lane's elements of `own`, of which `count` exist; all 32 are found in shared memory.
+__device__ __forceinline__ void add_own(const void* own, const char* here, i64 first, int count, u32 lane, float (&sum)[32]) {
+    if (count < 32) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-        const float number_of = i < count ? number<X>(own, first + i) : 0.0f;
-        // A zero times a negative scale is a zero all the same: once the sum is no -0.0, no integer makes it one.
-        sum[i] = OWN > 0 ? __fadd_rn(sum[i], number_of) : INTEGERS && RANKS > 1 ? __fadd_rn(number_of, 0.0f) : number_of;
+        for (int i = 0; i < 32; ++i) sum[i] = plus_own(sum[i], i < count ? number<X>(own, first + i) : 0.0f);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 32; i += EACH) {
+        const uint4 read = *(const uint4*)(here + own_place(lane * (32 / EACH) + i / EACH));
+        const u32 words[4] = {read.x, read.y, read.z, read.w};
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+            const u32 bits = X == 0 ? words[j % 4] : words[j / 2] >> 16 * (j % 2) & 0xFFFF;
+            sum[i + j] = plus_own(sum[i + j], X == 0 ? __uint_as_float(bits) : X == 1 ? half_value(bits) : __uint_as_float(bits << 16));
+        }
     }
 }
 
 // As the reference does it, for scales that no encoder writes: a product may overflow, which fused would not be infinite.
-__device__ __forceinline__ void sum_slowly(const u8* codes, const u8* scales, u32 stride, const void* own, i64 first, int count, u32 lane, float (&sum)[32]) {
+__device__ __forceinline__ void sum_slowly(const u8* codes, const u8* scales, u32 stride, const void* own, const char* here, i64 first, int count, u32 lane,
+                                           float (&sum)[32]) {
 #pragma unroll 1
     for (int rank = 0; rank < RANKS; ++rank) {
         if (rank == OWN) {
-            add_own(own, first, count, sum);
+            add_own(own, here, first, count, lane, sum);
             continue;
         }
         const float scale = __uint_as_float(u32(__ldg((const u16*)(scales + u64(rank) * stride))) << 16);
@@ -112,20 +133,36 @@ __device__ __forceinline__ void add_row(const uint4& words, float scale, u32 lan
     }
 }
 
-// What a lane reads of each row: codes on their way to its own bytes of shared memory, scales to registers.
+// What a warp reads next. A lane has its own bytes of each row's codes; `own` is read by all.
 struct Piece {
+#if STAGE
     char* codes;
+#else
+    uint4 words[RANKS];
+#endif
+    char* own;
     u32 scales[RANKS];
 };
 
-__device__ __forceinline__ void fetch(const u8* data, i64 from, i64 scales_at, u32 stride, Piece& piece) {
+__device__ __forceinline__ void fetch(const u8* data, const void* own, i64 at, i64 numel, i64 scales_at, u32 stride, u32 lane, Piece& piece) {
+    const i64 first = at * 1024 + lane * 32, from = first < numel ? first : 0;  // a lane with nothing to read reads what is there
     const u8 *const codes = data + from / 2, *const scales = data + scales_at + from / BLOCK * 2;
 #pragma unroll
     for (int rank = 0; rank < RANKS; ++rank)
         if (rank != OWN) {
+#if STAGE
             copy16(piece.codes + 512 * rank, codes + u64(rank) * stride, true);
+#else
+            piece.words[rank] = stream16(codes + u64(rank) * stride);
+#endif
             piece.scales[rank] = __ldg((const u16*)(scales + u64(rank) * stride));
         }
+#pragma unroll
+    for (u32 unit = lane; OWN >= 0 && unit < 1024 / EACH; unit += 32) {
+        const i64 element = at * 1024 + unit * EACH;
+        const bool whole = element + EACH <= numel;
+        copy16(piece.own + own_place(unit), (const u8*)own + (whole ? element : 0) * (16 / EACH), whole);
+    }
     end_lot();
 }
 
@@ -135,11 +172,15 @@ __device__ __forceinline__ bool sum_ranks(const Piece& piece, const void* own, i
 #pragma unroll
     for (int rank = 0; rank < RANKS; ++rank) {
         if (rank == OWN) {
-            add_own(own, first, count, sum);
+            add_own(own, piece.own, first, count, lane, sum);
         } else {
             const float scale = __uint_as_float(piece.scales[rank] << 16);
             if (FUSED) largest = fmaxf(largest, fabsf(scale));
+#if STAGE
             add_row(*(const uint4*)(piece.codes + 512 * rank), scale, lane, rank, sum);
+#else
+            add_row(piece.words[rank], scale, lane, rank, sum);
+#endif
         }
     }
     return !(FUSED && RANKS > 1 && largest > HUGE_SCALE);
@@ -215,18 +256,25 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void sums(const u8* __restri
     __syncthreads();
     const i64 pieces = (numel + 1023) / 1024, apart = i64(gridDim.x) * (THREADS / 32);
     i64 at = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
-    Piece piece = {memory + ROOM + CELLS * CELL + threadIdx.x / 32 * (512 * RANKS) + lane * 16};
-    // A lane with nothing to read reads what is there.
-    const auto from = [&](i64 piece) { return piece * 1024 + lane * 32 < numel ? piece * 1024 + lane * 32 : 0; };
-    fetch(data, from(at), scales_at, stride, piece);
+    char* const mine = memory + ROOM + CELLS * CELL + threadIdx.x / 32 * STAGED;
+    Piece piece;
+#if STAGE
+    piece.codes = mine + lane * 16;
+#endif
+    piece.own = mine + 512 * RANKS;
+    fetch(data, own, at, numel, scales_at, stride, lane, piece);
     for (; at < pieces; at += apart) {
         const i64 first = at * 1024 + lane * 32;
         const int count = max(0, int(min(numel - first, i64(32))));
         float sum[32];
         await_lots<0>();
-        if (!sum_ranks(piece, own, first, count, lane, sum))
-            sum_slowly(data + from(at) / 2, data + scales_at + from(at) / BLOCK * 2, stride, own, first, count, lane, sum);
-        fetch(data, from(at + apart), scales_at, stride, piece);
+        if (OWN >= 0) __syncwarp();
+        if (!sum_ranks(piece, own, first, count, lane, sum)) {
+            const i64 from = count ? first : 0;
+            sum_slowly(data + from / 2, data + scales_at + from / BLOCK * 2, stride, own, piece.own, first, count, lane, sum);
+        }
+        if (OWN >= 0) __syncwarp();
+        fetch(data, own, at + apart, numel, scales_at, stride, lane, piece);
 #pragma unroll
         for (int i = 0; DIVIDE && i < 32; ++i) sum[i] = DIVIDE == 1 ? __fmul_rn(sum[i], __uint_as_float(factor)) : __fdiv_rn(sum[i], __uint_as_float(factor));
         if (count < 32)

@@ -31,8 +31,7 @@ WARPS = 24
 PIECE = 1024
 """Elements that a warp takes at a time."""
 
-STAGED = 512
-"""Bytes of each row that a warp has on their way to shared memory."""
+STAGE = 1
 
 ROOM = 227 << 10
 """Shared memory that a block may have."""
@@ -120,14 +119,15 @@ def _compile(
     # A NaN may ask for any of 256 steps: what it reads has to be there, and does not count.
     behind = {WHOLE: 0, CURVE: 16 * 128, STEPS: tables.steps * 256}[tables.choice]
     least = (512 if tables.choice == STEPS else 256) * 256
-    warps = min(WARPS, (ROOM - 256 * 256 - behind) // (STAGED * ranks))
-    shared = max(least, 256 * 256 + behind + warps * STAGED * ranks)
+    staged = PIECE // 2 * ranks + (0 if own is None else PIECE * dtype.itemsize)
+    warps = min(WARPS, (ROOM - 256 * 256 - behind) // staged)
+    shared = max(least, 256 * 256 + behind + warps * staged)
     step, limit = scaling(recipe.format, recipe.peak)
     defines: dict[str, Any] = {"RANKS": ranks, "OWN": rank, "X": KINDS[dtype], "DIVIDE": divide, "THREADS": 32 * warps}
     defines |= {"CODES": codes_of(recipe.format), "BLOCK": recipe.format.block, "SCALE": int(recipe.format.scale)}
     defines |= {"FUSED": int(tables.fused), "WIDE": tables.wide, "CHOICE": tables.choice, "STEPS": tables.steps}
     named = {"PEAK_STEP": step, "LIMIT": limit} | dict(zip(("BEND", "SLOPE", "MIDDLE"), tables.curve, strict=True))
-    defines |= {name: _bits(value) & 0xFFFFFFFF for name, value in named.items()} | {"BIAS": -1, "UNROLL": 1}
+    defines |= {name: _bits(value) & 0xFFFFFFFF for name, value in named.items()} | {"BIAS": -1, "UNROLL": 1, "STAGE": STAGE}
     kernel = nvrtc.function(sources("sums"), "sums", (*defines.items(), *reading()), device.index)
     return Launch(kernel, 32 * warps, shared, tables)
 
