@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "FEWEST", 1)
     monkeypatch.setattr(sums, "WARPS", 2)
     monkeypatch.setattr(sums, "_launches", {})
-    monkeypatch.setattr(sums, "_runs", lambda device: True)
+    monkeypatch.setattr(sums, "runs_on", lambda device: True)
 
 
 def recipe_of(spec: str) -> Recipe:

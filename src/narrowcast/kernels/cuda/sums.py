@@ -70,20 +70,19 @@ def decode_sum_encode(
     out: Tensor, data: Tensor, numel: int, recipe: Recipe, own: Tensor | None, own_rank: int, divisor: int
 ) -> bool:
     """Encode the sum of the rows of `data`, or return False. `out` is contiguous, at a multiple of 16 bytes."""
-    if numel < FEWEST or not 2 <= len(data) <= MOST_RANKS or not _known(recipe.format) or not _runs(data.device):
+    if numel < FEWEST or not 2 <= len(data) <= MOST_RANKS or not _known(recipe.format) or not runs_on(data.device):
         return False
-    aligned = data.stride(1) == 1 and data.stride(0) % 16 == 0 and data.data_ptr() % 16 == 0
-    if own is not None:
-        aligned = aligned and own.is_contiguous() and own.data_ptr() % 16 == 0 and own.dtype in KINDS
-    if not aligned or not 0 <= data.stride(0) < 2**31:
+    if not readable(data):
+        return False
+    if own is not None and not (own.is_contiguous() and own.data_ptr() % 16 == 0 and own.dtype in KINDS):
         return False
     with torch.cuda.device(data.device):
         launch = launch_of(recipe, data.device, len(data), None if own is None else (own_rank, own.dtype), divisor)
         if launch is None:
             return False
-        where, factor = layout(recipe.format, numel), 1.0 / divisor if _divide(divisor) == 1 else float(divisor)
+        where, factor = layout(recipe.format, numel), 1.0 / divisor if division(divisor) == 1 else float(divisor)
         grid = min(choose._processors(data.device), -(-numel // (PIECE * launch.threads // 32)))
-        sizes = (numel, where.scales_offset, where.row_bytes, Int(data.stride(0)), Int(_bits(factor)))
+        sizes = (numel, where.scales_offset, where.row_bytes, Int(data.stride(0)), Int(bits_of(factor)))
         launch.kernel(grid, launch.threads, launch.shared, (data, launch.tables.numbers, out, own, *sizes))
     return True
 
@@ -105,10 +104,10 @@ def launch_of(
 ) -> Launch | None:
     """The launch of such a sum, compiled once; None where there is none. `own` is its rank and dtype."""
     table = None if recipe.table is None else recipe.table.data_ptr()
-    key = (recipe.format, recipe.peak, table, device.index, ranks, own, _divide(divisor))
+    key = (recipe.format, recipe.peak, table, device.index, ranks, own, division(divisor))
     if key not in _launches:
         tables = tables_of(recipe, device)
-        _launches[key] = None if tables is None else _compile(tables, recipe, device, ranks, own, _divide(divisor))
+        _launches[key] = None if tables is None else _compile(tables, recipe, device, ranks, own, division(divisor))
     return _launches[key]
 
 
@@ -127,14 +126,19 @@ def _compile(
     defines |= {"CODES": codes_of(recipe.format), "BLOCK": recipe.format.block, "SCALE": int(recipe.format.scale)}
     defines |= {"FUSED": int(tables.fused), "WIDE": tables.wide, "CHOICE": tables.choice, "STEPS": tables.steps}
     named = {"PEAK_STEP": step, "LIMIT": limit} | dict(zip(("BEND", "SLOPE", "MIDDLE"), tables.curve, strict=True))
-    defines |= {name: _bits(value) & 0xFFFFFFFF for name, value in named.items()} | {"BIAS": -1, "UNROLL": 1, "STAGE": STAGE}
+    defines |= {name: bits_of(value) & 0xFFFFFFFF for name, value in named.items()} | {"BIAS": -1, "UNROLL": 1, "STAGE": STAGE}
     kernel = nvrtc.function(sources("sums"), "sums", (*defines.items(), *reading()), device.index)
     return Launch(kernel, 32 * warps, shared, tables)
 
 
+def readable(data: Tensor) -> bool:
+    """Whether rows start at multiples of 16 bytes, less than 2**31 apart."""
+    return data.stride(1) == 1 and data.stride(0) % 16 == 0 and data.data_ptr() % 16 == 0 and 0 <= data.stride(0) < 2**31
+
+
 def takes(recipe: Recipe, device: torch.device) -> bool:
     """Whether large sums of a few rows are done here."""
-    return _known(recipe.format) and _runs(device) and tables_of(recipe, torch.device("cpu")) is not None
+    return _known(recipe.format) and runs_on(device) and tables_of(recipe, torch.device("cpu")) is not None
 
 
 _tables: dict[object, Tables | None] = {}
@@ -205,17 +209,17 @@ def _known(format: Format) -> bool:
     return whole and format.bits == 4 and codes_of(format) in (INT4, PAIRS)
 
 
-def _divide(divisor: int) -> int:
+def division(divisor: int) -> int:
     """`DIVIDE` in the kernel: one multiplication by a power of two rounds like the division."""
     return 0 if divisor == 1 else 1 if divisor & (divisor - 1) == 0 else 2
 
 
-def _bits(value: float) -> int:
+def bits_of(value: float) -> int:
     """fp32 as a signed integer of 32 bits."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
 @cache
-def _runs(device: torch.device) -> bool:
+def runs_on(device: torch.device) -> bool:
     """Whether this is a Hopper GPU on which CUDA can be compiled."""
     return device.type == "cuda" and not nvrtc.missing() and torch.cuda.get_device_capability(device)[0] == 9

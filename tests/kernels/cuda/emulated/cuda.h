@@ -50,6 +50,13 @@ static inline unsigned __float_as_uint(float value) {
     return bits;
 }
 
+static inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) { return by % 32 ? high << by % 32 | low >> (32 - by % 32) : high; }
+static inline double __longlong_as_double(long long bits) {
+    double value;
+    memcpy(&value, &bits, 8);
+    return value;
+}
+
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
