@@ -25,7 +25,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of any size, on what stands for a Hopper GPU; two warps, so that more than one block has work."""
     monkeypatch.setattr(sums, "FEWEST", 1)
-    monkeypatch.setattr(sums, "WARPS", 2)
+    monkeypatch.setattr(sums, "MOST_WARPS", 2)
     monkeypatch.setattr(sums, "_launches", {})
     monkeypatch.setattr(sums, "runs_on", lambda device: True)
 
@@ -72,9 +72,7 @@ def test_sums_equal_the_reference_bit_for_bit(spec: str, ranks: int, numel: int)
     ids=str,
 )
 @pytest.mark.parametrize("numel", [29, 2001])
-def test_own_rows_and_divisors(
-    spec: str, ranks: int, rank: int, divisor: int, dtype: torch.dtype, numel: int
-) -> None:
+def test_own_rows_and_divisors(spec: str, ranks: int, rank: int, divisor: int, dtype: torch.dtype, numel: int) -> None:
     own = -rows_of(ranks, numel)[0].clamp(-60000, 60000).to(dtype)
     check(spec, encoded(spec, ranks, numel), numel, own, rank, divisor)
 
@@ -100,7 +98,16 @@ def test_rows_may_be_apart(spec: str) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    ["int4:scale=fp16", "int4:block=96", "int4:block=row", "int4:stochastic=true", "int8", "fp8_e4m3", "pot4", "nf4:block=16"],
+    [
+        "int4:scale=fp16",
+        "int4:block=96",
+        "int4:block=row",
+        "int4:stochastic=true",
+        "int8",
+        "fp8_e4m3",
+        "pot4",
+        "nf4:block=16",
+    ],
 )
 def test_formats_that_it_is_not_made_for_are_declined(spec: str) -> None:
     data = encoded(spec, 2, 2048)

@@ -18,9 +18,11 @@ from narrowcast.kernels.cuda.sums import bits_of, division, readable, runs_on
 from narrowcast.kernels.layout import Element, Format, Recipe, Scale, layout, scaling
 
 MOST_RANKS = 8
-FEWEST = 1 << 26
+FEWEST = 1 << 22
+"""Elements from which on it is faster than Triton (bench/results/gpu-h200.md)."""
+
 BLOCK = 64
-WARPS = 24
+WARPS = 20
 """Warps of a block; each processor has one block."""
 
 PAGE = 4096

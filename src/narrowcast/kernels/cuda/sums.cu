@@ -4,6 +4,7 @@
 //   CODES   1 int4, 3 table of 16 levels.   BLOCK  32 to 1024 elements, a power of two, with one bf16 scale
 //   FUSED   1 where a product of code and scale is exact, so that it may be added in the same instruction
 //   WIDE    ranks, as bits, whose codes become numbers in `numbers_of_bytes`; others by arithmetic or, as bf16, in `halves_of_bytes`
+//   HELD    1 where the codes that are read next wait in registers, 0 in shared memory
 //   DIVIDE  0 no, 1 multiply by `factor`, 2 divide by it
 //   CHOICE  how the sum's codes are found: 0 whole numbers, 1 along a curve (BEND, SLOPE, MIDDLE), 2 in steps of 1 / SLOPE, STEPS of them
 //   PEAK_STEP, LIMIT  of layout.Scaling. These and the curve are bits of fp32.
@@ -19,7 +20,7 @@ constexpr u32 CELLS = CHOICE == 0 ? 0 : CHOICE == 1 ? 16 : STEPS;
 constexpr float HUGE_SCALE = 3.3230699894622897e35f;  // 2^118: with levels below 2^10, products with smaller scales are finite
 
 constexpr int EACH = X == 0 ? 4 : 8;  // numbers of `own` in sixteen bytes
-constexpr int STAGED = 512 * RANKS + (OWN < 0 ? 0 : 1024 / EACH * 16);  // bytes that a warp has on their way
+constexpr int STAGED = (HELD ? 0 : 512 * RANKS) + (OWN < 0 ? 0 : 1024 / EACH * 16);  // bytes that a warp has on their way
 
 extern __shared__ __align__(1024) char memory[];
 
@@ -135,11 +136,8 @@ __device__ __forceinline__ void add_row(const uint4& words, float scale, u32 lan
 
 // What a warp reads next. A lane has its own bytes of each row's codes; `own` is read by all.
 struct Piece {
-#if STAGE
     char* codes;
-#else
     uint4 words[RANKS];
-#endif
     char* own;
     u32 scales[RANKS];
 };
@@ -150,11 +148,8 @@ __device__ __forceinline__ void fetch(const u8* data, const void* own, i64 at, i
 #pragma unroll
     for (int rank = 0; rank < RANKS; ++rank)
         if (rank != OWN) {
-#if STAGE
-            copy16(piece.codes + 512 * rank, codes + u64(rank) * stride, true);
-#else
-            piece.words[rank] = stream16(codes + u64(rank) * stride);
-#endif
+            if (HELD) piece.words[rank] = stream16(codes + u64(rank) * stride);
+            else copy16(piece.codes + 512 * rank, codes + u64(rank) * stride, true);
             piece.scales[rank] = __ldg((const u16*)(scales + u64(rank) * stride));
         }
 #pragma unroll
@@ -176,11 +171,7 @@ __device__ __forceinline__ bool sum_ranks(const Piece& piece, const void* own, i
         } else {
             const float scale = __uint_as_float(piece.scales[rank] << 16);
             if (FUSED) largest = fmaxf(largest, fabsf(scale));
-#if STAGE
-            add_row(*(const uint4*)(piece.codes + 512 * rank), scale, lane, rank, sum);
-#else
-            add_row(piece.words[rank], scale, lane, rank, sum);
-#endif
+            add_row(HELD ? piece.words[rank] : *(const uint4*)(piece.codes + 512 * rank), scale, lane, rank, sum);
         }
     }
     return !(FUSED && RANKS > 1 && largest > HUGE_SCALE);
@@ -258,10 +249,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void sums(const u8* __restri
     i64 at = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     char* const mine = memory + ROOM + CELLS * CELL + threadIdx.x / 32 * STAGED;
     Piece piece;
-#if STAGE
-    piece.codes = mine + lane * 16;
-#endif
-    piece.own = mine + 512 * RANKS;
+    piece.codes = mine + lane * 16, piece.own = mine + (HELD ? 0 : 512 * RANKS);
     fetch(data, own, at, numel, scales_at, stride, lane, piece);
     for (; at < pieces; at += apart) {
         const i64 first = at * 1024 + lane * 32;

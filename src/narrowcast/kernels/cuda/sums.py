@@ -1,7 +1,7 @@
 """Sums of rows of 4-bit codes, encoded again, by sums.cu: Codec.decode_sum_encode of int4 and of tables of 16 levels.
 
 It is made for bf16 scales of blocks of 32 to 1024 elements, a power of two, and for Hopper, where it was measured.
-triton/ takes the rest: other scales and blocks, own rows in fp64, more than 16 ranks, and rows too small to fill a GPU.
+triton/ takes the rest: other scales and blocks, own rows in fp64, more than 16 ranks, and short rows.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from narrowcast.kernels.curves import REACH, fit
 from narrowcast.kernels.layout import Format, Recipe, Scale, layout, scaling, to_float32
 
 MOST_RANKS = 16
-FEWEST = 1 << 22
-"""Elements from which on filling the tables costs less than it gains."""
+FEWEST = 1 << 27
+"""Elements from which on it is faster than Triton for all of its formats: filling the tables of bytes takes time."""
 
-WARPS = 24
-"""Most warps of a block; each processor has one block."""
+MOST_WARPS = 24
+"""Of a block; each processor has one block."""
 
 PIECE = 1024
 """Elements that a warp takes at a time."""
-
-STAGE = 1
 
 ROOM = 227 << 10
 """Shared memory that a block may have."""
@@ -43,8 +41,8 @@ LARGEST_FUSED = 512
 WHOLE, CURVE, STEPS = range(3)
 """`CHOICE` in the kernel."""
 
-WIDE = {INT4: 0b11110000, PAIRS: 0b01010101}
-"""Which of eight ranks read pairs of fp32: shared memory and what issues instructions are then equally busy."""
+WIDE = {INT4: 0b11101110, PAIRS: 0b10101000}
+"""Which of eight ranks read pairs of fp32: the best of those that were timed (bench/results/gpu-h200.md)."""
 
 ONES = 1.5 * 2**23
 """Added to an fp32 number, it leaves a whole number in the low bits; 2**-7 of it leaves seven bits of fraction too."""
@@ -111,6 +109,13 @@ def launch_of(
     return _launches[key]
 
 
+def work_of(fused: bool, own: bool) -> tuple[int, int]:
+    """`HELD` in the kernel, and the warps of a block: the best of those that were timed (bench/results/gpu-h200.md)."""
+    if fused:
+        return 0, 24
+    return (0, 16) if own else (1, 20)
+
+
 def _compile(
     tables: Tables, recipe: Recipe, device: torch.device, ranks: int, own: tuple[int, torch.dtype] | None, divide: int
 ) -> Launch:
@@ -118,22 +123,25 @@ def _compile(
     # A NaN may ask for any of 256 steps: what it reads has to be there, and does not count.
     behind = {WHOLE: 0, CURVE: 16 * 128, STEPS: tables.steps * 256}[tables.choice]
     least = (512 if tables.choice == STEPS else 256) * 256
-    staged = PIECE // 2 * ranks + (0 if own is None else PIECE * dtype.itemsize)
-    warps = min(WARPS, (ROOM - 256 * 256 - behind) // staged)
+    held, warps = work_of(tables.fused, own is not None)
+    staged = (0 if held else PIECE // 2 * ranks) + (0 if own is None else PIECE * dtype.itemsize)
+    warps = min(warps, MOST_WARPS, (ROOM - 256 * 256 - behind) // max(staged, 1))
     shared = max(least, 256 * 256 + behind + warps * staged)
     step, limit = scaling(recipe.format, recipe.peak)
     defines: dict[str, Any] = {"RANKS": ranks, "OWN": rank, "X": KINDS[dtype], "DIVIDE": divide, "THREADS": 32 * warps}
     defines |= {"CODES": codes_of(recipe.format), "BLOCK": recipe.format.block, "SCALE": int(recipe.format.scale)}
     defines |= {"FUSED": int(tables.fused), "WIDE": tables.wide, "CHOICE": tables.choice, "STEPS": tables.steps}
     named = {"PEAK_STEP": step, "LIMIT": limit} | dict(zip(("BEND", "SLOPE", "MIDDLE"), tables.curve, strict=True))
-    defines |= {name: bits_of(value) & 0xFFFFFFFF for name, value in named.items()} | {"BIAS": -1, "UNROLL": 1, "STAGE": STAGE}
+    defines |= {name: bits_of(value) & 0xFFFFFFFF for name, value in named.items()}
+    defines |= {"BIAS": -1, "UNROLL": 1, "HELD": held}
     kernel = nvrtc.function(sources("sums"), "sums", (*defines.items(), *reading()), device.index)
     return Launch(kernel, 32 * warps, shared, tables)
 
 
 def readable(data: Tensor) -> bool:
     """Whether rows start at multiples of 16 bytes, less than 2**31 apart."""
-    return data.stride(1) == 1 and data.stride(0) % 16 == 0 and data.data_ptr() % 16 == 0 and 0 <= data.stride(0) < 2**31
+    stride, last = data.stride()
+    return last == 1 and stride % 16 == 0 and data.data_ptr() % 16 == 0 and 0 <= stride < 2**31
 
 
 def takes(recipe: Recipe, device: torch.device) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.kernels.contract import Kernel
-from narrowcast.kernels.cuda import choose, sums
+from narrowcast.kernels.cuda import choose, signs, sums
 from narrowcast.kernels.layout import Grid, Recipe
 from narrowcast.kernels.triton import columns, fake_quantize, integer, linear
 from narrowcast.kernels.triton.codes import INTERPRETED
@@ -26,8 +26,9 @@ class Triton(Kernel):
     name = "triton"
 
     def runs(self, operation: str, recipe: Recipe, device: torch.device) -> str:
-        takes = {"linear": choose.takes, "decode_sum_encode": sums.takes}.get(operation)
-        return "cuda" if takes is not None and not INTERPRETED and takes(recipe, device) else self.name
+        modules = {"linear": (choose,), "decode_sum_encode": (sums, signs)}.get(operation, ())
+        in_cuda = not INTERPRETED and any(module.takes(recipe, device) for module in modules)
+        return "cuda" if in_cuda else self.name
 
     def _encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
         if rows.numel() == 0:
@@ -75,7 +76,8 @@ class Triton(Kernel):
             return
         rank = own_rank if own is not None else -1
         with _writable(out, 16) as target:
-            if not INTERPRETED and sums.decode_sum_encode(target, data, numel, recipe, own, rank, divisor):
+            told = (target, data, numel, recipe, own, rank, divisor)
+            if not INTERPRETED and (sums.decode_sum_encode(*told) or signs.decode_sum_encode(*told)):
                 return
             if decode_sum_encode(target, data, numel, recipe, own, rank, divisor, seed):
                 return

@@ -1,10 +1,10 @@
 """How a GPU finds the level nearest to a number.
 
 Where levels follow a simple curve, the curve says the code within one, and a lookup and a comparison settle it: see
-`curves.fit`. Other tables are cut into cells. A cell is `round(clamp(y * slope + middle, 0, cells - 1))` in fp32: a function
-that never falls as y grows. So thresholds in earlier cells lie below y, those in later cells do not, and only those in
-y's own need a comparison. Laid out so that no cell holds more than one threshold, a lookup and a comparison find any
-code, exactly.
+`curves.fit`. Other tables are cut into cells. A cell is `round(clamp(y * slope + middle, 0, cells - 1))` in fp32: a
+function that never falls as y grows. So thresholds in earlier cells lie below y, those in later cells do not, and only
+those in y's own need a comparison. Laid out so that no cell holds more than one threshold, a lookup and a comparison
+find any code, exactly.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Function:
 
 
 class Guarded:
-    """A copy of a tensor, strides and all, that ends right before a page without access, or as near as it is aligned."""
+    """A copy of a tensor, strides and all, that ends before a page without access, as near as it is aligned."""
 
     def __init__(self, source: Tensor, aligned: int = 1) -> None:
         page = mmap.PAGESIZE
