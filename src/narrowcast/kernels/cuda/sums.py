@@ -109,11 +109,11 @@ def launch_of(
     return _launches[key]
 
 
-def work_of(fused: bool, own: bool) -> tuple[int, int]:
+def work_of(fused: bool, own: bool, ranks: int) -> tuple[int, int]:
     """`HELD` in the kernel, and the warps of a block: the best of those that were timed (bench/results/gpu-h200.md)."""
     if fused:
         return 0, 24
-    return (0, 16) if own else (1, 20)
+    return (0, 16) if own or ranks > 8 else (1, 20)
 
 
 def _compile(
@@ -123,7 +123,7 @@ def _compile(
     # A NaN may ask for any of 256 steps: what it reads has to be there, and does not count.
     behind = {WHOLE: 0, CURVE: 16 * 128, STEPS: tables.steps * 256}[tables.choice]
     least = (512 if tables.choice == STEPS else 256) * 256
-    held, warps = work_of(tables.fused, own is not None)
+    held, warps = work_of(tables.fused, own is not None, ranks)
     staged = (0 if held else PIECE // 2 * ranks) + (0 if own is None else PIECE * dtype.itemsize)
     warps = min(warps, MOST_WARPS, (ROOM - 256 * 256 - behind) // max(staged, 1))
     shared = max(least, 256 * 256 + behind + warps * staged)
