@@ -26,24 +26,15 @@ import narrowcast as nc
 from gpu_linear import microseconds, within
 from narrowcast.kernels import reference
 from narrowcast.kernels.cuda import choose, nvrtc
-from narrowcast.kernels.cuda.formats import block_of, codes_of, scaling_of, sources
+from narrowcast.kernels.cuda.formats import block_of, codes_of, fp8_of, scaling_of, sources
 from narrowcast.kernels.cuda.launch import launch_wide, reading
-from narrowcast.kernels.cuda.wide import MOST_PARTS, Shape, Wide, cost, divide
+from narrowcast.kernels.cuda.wide import SHAPES as SHAPES_OF_TILES
+from narrowcast.kernels.cuda.wide import Wide, cost, divisions
 from narrowcast.kernels.layout import Element, Recipe, Scale, layout
 
 SHAPES = ((22016, 4096), (4096, 4096), (12288, 4096), (4096, 11008))
 SPECS = ("int4:block=128", "int4", "int8", "nf4", "apot4", "fp8_e4m3", "int8:block=row")
 BF16 = torch.bfloat16
-NARROW = {
-    64: (Shape(8, 1, 128, 4), Shape(8, 1, 128, 6), Shape(8, 2, 128, 4), Shape(8, 1, 64, 8), Shape(8, 1, 128, 4, 2)),
-    128: (Shape(16, 1, 128, 4), Shape(16, 2, 128, 4), Shape(16, 1, 64, 4, 2), Shape(16, 2, 64, 6)),
-    256: (Shape(16, 2, 128, 4), Shape(16, 2, 64, 6), Shape(32, 1, 64, 4), Shape(16, 1, 64, 4, 2), Shape(16, 2, 64, 4)),
-}
-BYTES = {
-    64: (Shape(8, 1, 64, 4), Shape(8, 1, 64, 8), Shape(8, 2, 64, 6), Shape(8, 1, 128, 4), Shape(8, 1, 64, 4, 2)),
-    128: (Shape(16, 1, 64, 6), Shape(16, 2, 64, 5), Shape(16, 1, 64, 4, 2), Shape(16, 1, 128, 4)),
-    256: (Shape(16, 2, 64, 5), Shape(32, 1, 64, 4), Shape(16, 1, 64, 4, 2), Shape(16, 2, 128, 3)),
-}
 
 
 def rows_of(recipe: Recipe, n: int, k: int, count: int) -> Tensor:
@@ -69,16 +60,13 @@ def ways(recipe: Recipe, batch: int, n: int, k: int, most: int) -> list[Wide]:
     assert codes is not None
     block, scaling = block_of(recipe.format, k), scaling_of(recipe, BF16, k)
     common = {"CODES": codes, "X": 2, "BIAS": -1, "SCALE": int(recipe.format.scale), "BLOCK": block, "UNROLL": 1}
-    common["SCALING"], room, found = scaling, choose._chip(device)[0], []
-    table = NARROW if recipe.format.bits == 4 else BYTES
-    for shape in table[next((size for size in table if batch <= size), 256)]:
-        tiles, made = -(-n // shape.height) * -(-batch // shape.width), {}
-        at_once = 132 * shape.resident
-        for whole, parts in itertools.product({0, tiles // at_once * at_once}, range(1, MOST_PARTS + 1)):
-            wide = divide(common, shape, whole, parts, batch, n, k, 132, room)
-            if wide is not None:
-                made[wide] = cost(wide, k)
-        found += sorted(made, key=lambda wide: made[wide])[:most]
+    common |= {"SCALING": scaling, "FP8": fp8_of(recipe.format)}
+    room, processors = choose._chip(device)[0], choose._processors(device)
+    found: list[Wide] = []
+    for shape in SHAPES_OF_TILES:
+        if shape.width <= max(64, 2 * batch):
+            made = divisions(common, shape, batch, n, k, processors, room)
+            found += sorted(made, key=lambda wide: cost(wide, k))[:most]
     return found
 
 

@@ -349,6 +349,16 @@ def test_a_call_is_launched_as_planned_in_parts_of_a_batch_too(spec: str, batch:
     assert torch.equal(out, exact(x, data, recipe, bias))
 
 
+GATE = """
+    Gate* const gate = (Gate*)s;
+    if (threadIdx.x == 0) set_gate(gate, {});
+    __syncthreads();
+    if (threadIdx.x == 0) pass(gate);
+    {}
+    y[threadIdx.x] = threadIdx.x;
+"""
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -363,6 +373,10 @@ def test_a_call_is_launched_as_planned_in_parts_of_a_batch_too(spec: str, batch:
         ("if (threadIdx.x < 8) __syncthreads(); y[threadIdx.x] = 0;", "is not where the first thread of its warp"),
         ("if (threadIdx.x < 8) __syncwarp(); else __shfl_xor_sync(~0u, 1.0f, 1);", "does another thing with its warp"),
         ("s[n + threadIdx.x] = 0; y[threadIdx.x] = 0;", "past the shared memory"),
+        ("meet(1, 96); y[threadIdx.x] = 0;", "barrier that another thread never reaches"),
+        ("pass((Gate*)s); y[threadIdx.x] = 0;", "uses a gate that nobody has set"),
+        (GATE.format(2, "await_gate(gate, 0);"), "barrier that another thread never reaches"),
+        (GATE.format(1, "if (threadIdx.x == 0) expect(gate, 16), pass(gate);"), "once more than its turn is for"),
     ],
 )
 def test_the_emulator_says_what_a_kernel_may_not_do(emulator: Emulator, tmp_path: Path, body: str, said: str) -> None:
@@ -393,6 +407,21 @@ def test_the_emulator_lets_a_right_kernel_run(emulator: Emulator, tmp_path: Path
     """
     i = torch.arange(64)
     assert torch.equal(run_body(emulator, tmp_path, body, i.float(), torch.empty(64)), ((i ^ 32) + (i ^ 1)).float())
+
+
+def test_a_gate_lets_threads_pass_turn_by_turn(emulator: Emulator, tmp_path: Path) -> None:
+    body = GATE.format(1, "await_gate(gate, 0); if (threadIdx.x < 32) meet(1, 32);")
+    assert torch.equal(run_body(emulator, tmp_path, body, torch.arange(64.0), torch.empty(64)), torch.arange(64.0))
+
+
+def test_fp8_is_what_torch_says(emulator: Emulator, tmp_path: Path) -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    for kind, dtype in ((0, torch.float8_e4m3fn), (1, torch.float8_e5m2)):
+        body = f"for (int i = threadIdx.x; i < n; i += 64) y[i] = half_value(fp8_pair(x[i] | x[i] << 8, {kind}) >> 16);"
+        got = run_body(emulator, tmp_path, body, every.int(), torch.empty(256))
+        right = every.view(dtype).float()
+        assert torch.equal(got.isnan(), right.isnan())
+        assert torch.equal(got[~right.isnan()], right[~right.isnan()])
 
 
 def test_numbers_are_converted_as_torch_does(emulator: Emulator, tmp_path: Path) -> None:

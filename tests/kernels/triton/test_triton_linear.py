@@ -91,7 +91,7 @@ def test_rows_of_many_blocks_multiply_within_the_bound(
 @pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spec", ["int8:block=row", "int8", "int4", "int4:block=128", "nf4", "apot4", "fp8_e4m3"])
-@pytest.mark.parametrize("batch", [65, 128, 200, 256])
+@pytest.mark.parametrize("batch", [41, 128, 200, 1000])
 def test_many_rows_of_x_multiply_within_the_bound(kernel: Kernel, spec: str, batch: int, dtype: torch.dtype) -> None:
     for rows, numel in ((264, 1024), (1000, 2048), (4096, 4096)):
         assert_close(kernel, nc.codec(spec), rows, numel, batch, dtype, rows == 1000)

@@ -2,7 +2,7 @@
 
     dot.cu, tile.cu  4- and 8-bit codes, a few rows of x (cuts.py)
     slices.cu        more rows of x, up to 128 (slices.py)
-    wide.cu          65 to 256 rows of x, on Hopper (wide.py)
+    wide.cu          from 41 rows of x on, on Hopper (wide.py)
 
 (attend.cu is no product: attention.py.)
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from narrowcast.errors import KernelWarning
 from narrowcast.kernels.cuda import nvrtc
 from narrowcast.kernels.cuda.cuts import LARGE, TILED, Cut, choose_cut
-from narrowcast.kernels.cuda.formats import BYTES, KINDS, PAIRS, block_of, codes_of, levels_of, scaling_of
+from narrowcast.kernels.cuda.formats import BYTES, KINDS, PAIRS, block_of, codes_of, fp8_of, levels_of, scaling_of
 from narrowcast.kernels.cuda.launch import launch_cut, launch_slices, launch_wide
 from narrowcast.kernels.cuda.slices import WIDEST, Slices, choose_slices
 from narrowcast.kernels.cuda.wide import Wide, choose_wide
@@ -36,8 +36,9 @@ BATCH = 64
 MANY = 128
 """The largest batch that slices.cu multiplies, twice."""
 
-WIDE = 256
-"""The largest batch that is multiplied without decoding first: wide.cu."""
+FROM, WIDE = 41, 4096
+"""The batches that wide.cu is for: bench/results/decode-h200.md. Below, slices.cu is as fast; above, decoding first and
+cuBLAS."""
 
 
 def linear(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> bool:
@@ -47,7 +48,8 @@ def linear(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | 
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
     if _codes(x, data, recipe) is None:
         return False
-    if _widely(len(x), recipe, x.shape[1]):
+    if FROM <= len(x) <= WIDE:
+        x = x if x.stride(0) >= x.shape[1] else x.contiguous()  # rows that overlap cannot be copied in boxes
         wide = wide_of(x, data, recipe, bias)
         if wide is not None:
             with torch.cuda.device(x.device):
@@ -98,15 +100,6 @@ def _sliced(batch: int, bits: int, weights: int) -> bool:
     return batch > 16 or (batch > 8 and bits == 4) or (weights >= LARGE and batch > (1 if bits == 4 else 8))
 
 
-def _widely(batch: int, recipe: Recipe, k: int) -> bool:
-    """Whether wide.cu is faster than slices.cu twice, or than decoding first and cuBLAS: bench/results/decode-h200.md.
-
-    Up to 128 rows, bytes of a table and rows with one scale were not, or not timed.
-    """
-    few = block_of(recipe.format, k) > 0 and codes_of(recipe.format) != BYTES
-    return BATCH < batch <= WIDE and (batch > MANY or few)
-
-
 def _codes(x: Tensor, data: Tensor, recipe: Recipe) -> int | None:
     """`CODES` for this call, or None if the kernels are not made for it."""
     codes = codes_of(recipe.format)
@@ -141,12 +134,13 @@ def wide_of(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Wid
     """How wide.cu does this call, or None if it does not."""
     codes, kind = _codes(x, data, recipe), -1 if bias is None else KINDS[bias.dtype]
     room, hopper = _chip(x.device)
-    if codes is None or not hopper or x.dtype == torch.float32:
+    if codes is None or not hopper or x.dtype == torch.float32 or data.stride(0) < data.shape[1]:
         return None
     n, k = len(data), x.shape[1]
     scaling = scaling_of(recipe, x.dtype, k)
     block, scale = block_of(recipe.format, k), int(recipe.format.scale)
-    return choose_wide(codes, block, scale, scaling, len(x), n, k, KINDS[x.dtype], kind, _processors(x.device), room)
+    sizes = (len(x), n, k, KINDS[x.dtype], kind, _processors(x.device), room)
+    return choose_wide(codes, block, scale, scaling, fp8_of(recipe.format), *sizes)
 
 
 @cache

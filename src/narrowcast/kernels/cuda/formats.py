@@ -36,6 +36,11 @@ def codes_of(format: Format) -> int | None:
     return None
 
 
+def fp8_of(format: Format) -> int:
+    """`FP8` of wide.cu."""
+    return 1 if format.element == Element.E4M3 else 2 if format.element == Element.E5M2 else 0
+
+
 def block_of(format: Format, k: int) -> int:
     """`BLOCK` in the kernels: 0 where a row has one scale or none."""
     return 0 if format.block in (0, ROW) or format.block >= k else format.block

@@ -138,6 +138,14 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
 #endif
 }
 
+// Two bytes of fp8 (e5m2, or e4m3) as a pair of fp16, exactly. Compute capability 8.9 and later have it.
+__device__ __forceinline__ u32 fp8_pair(u32 bytes, bool e5m2) {
+    u32 r;
+    if (e5m2) asm("{ .reg .b16 b; cvt.u16.u32 b, %1; cvt.rn.f16x2.e5m2x2 %0, b; }" : "=r"(r) : "r"(bytes));
+    else asm("{ .reg .b16 b; cvt.u16.u32 b, %1; cvt.rn.f16x2.e4m3x2 %0, b; }" : "=r"(r) : "r"(bytes));
+    return r;
+}
+
 // Bits `by` to `by` + 31 of a word that is repeated without end.
 __device__ __forceinline__ u32 rotate(u32 word, u32 by) {
     u32 r;
@@ -164,6 +172,58 @@ __device__ __forceinline__ void show_tensor_cores() {
 }
 
 #if TEAM == 4
+// A tensor in memory from which boxes of rows are copied (cuTensorMapEncodeTiled).
+struct alignas(64) Map {
+    u64 opaque[16];
+};
+
+// Where threads wait for copies, or for each other, in turns that are called even (0) and odd (1).
+typedef u64 Gate;
+
+__device__ __forceinline__ u32 place_of_gate(const Gate* gate) { return u32(__cvta_generic_to_shared(gate)); }
+
+// A turn ends when `count` threads have passed and all copies have come that were expected.
+__device__ __forceinline__ void set_gate(Gate* gate, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(place_of_gate(gate)), "r"(count) : "memory");
+}
+
+// Gates that this thread has set may be used after the next barrier.
+__device__ __forceinline__ void show_gates() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void pass(Gate* gate) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(place_of_gate(gate)) : "memory");
+}
+
+// Pass, and make the turn wait for copies of so many bytes too.
+__device__ __forceinline__ void expect(Gate* gate, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(place_of_gate(gate)), "r"(bytes) : "memory");
+}
+
+// Until the turn has ended that was called so. The turn before the first one is odd, and has.
+__device__ __forceinline__ void await_gate(Gate* gate, u32 turn) {
+    asm volatile("{ .reg .pred ended; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1; @ended bra END; bra AGAIN; END: }"
+                 :: "r"(place_of_gate(gate)), "r"(turn) : "memory");
+}
+
+// That boxes of this tensor will be asked for soon.
+__device__ __forceinline__ void announce(const Map& map) { asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory"); }
+
+// A box of rows from byte `column` and row `row` on, zeros where the tensor has none. Sixteen bytes i of row r come to place
+// i ^ r % 8 (rows of 128 bytes), i ^ r / 2 % 4 (64) or i ^ r / 4 % 2 (32).
+__device__ __forceinline__ void copy_box(void* to, const Map& map, int column, int row, Gate* gate) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 :: "r"(u32(__cvta_generic_to_shared(to))), "l"(&map), "r"(column), "r"(row), "r"(place_of_gate(gate)) : "memory");
+}
+
+// A barrier of some of the block's warps, `threads` in all. Number 0 is __syncthreads.
+__device__ __forceinline__ void meet(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
+
+// From here on the four warps of this thread have so many registers for each, fewer than at the start or more.
+template <int COUNT>
+__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
+template <int COUNT>
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
+
 // Products from here on may use registers that were written before; those of one lot are waited for together.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -216,6 +276,7 @@ __device__ __forceinline__ Place further(Place b, int many) { return b + u32(man
 // not set, c is not read. Done when it was waited for.
 template <int COUNT>
 __device__ __forceinline__ void wgmma(float (&c)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, Place b, bool more) {
+    static_assert(COUNT == 8 || COUNT == 16 || COUNT == 32 || COUNT == 64 || COUNT == 128, "no such product is written out here");
     if constexpr (COUNT == 8)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32." HALVES " "
                      "{%0, %1, %2, %3, %4, %5, %6, %7}, "

@@ -8,9 +8,9 @@ from torch import Tensor
 from narrowcast.kernels.cuda import nvrtc
 from narrowcast.kernels.cuda.cuts import Cut
 from narrowcast.kernels.cuda.formats import KINDS, levels_of, numbers_of, sources
-from narrowcast.kernels.cuda.nvrtc import Int
+from narrowcast.kernels.cuda.nvrtc import Boxes, Int
 from narrowcast.kernels.cuda.slices import Slices
-from narrowcast.kernels.cuda.wide import THREADS, Wide
+from narrowcast.kernels.cuda.wide import Wide, line_bytes
 from narrowcast.kernels.early import may_read_weights_early
 from narrowcast.kernels.layout import Recipe, layout
 
@@ -54,13 +54,16 @@ def launch_wide(wide: Wide, out: Tensor, x: Tensor, data: Tensor, recipe: Recipe
     levels = numbers_of(recipe, x.device) if in_fp32 else levels_of(recipe, x.dtype, x.device)
     width, height, divided = wide.shape.width, wide.shape.height, wide.tiles - wide.whole
     sums = torch.empty(divided * wide.parts * width * height, dtype=torch.float32, device=x.device) if divided else None
-    places = (data.stride(0) if n > 1 else 0, layout(recipe.format, k).scales_offset, x.stride(0) if len(x) > 1 else 0)
-    sizes = (Int(len(x)), Int(n), Int(k), *(Int(place) for place in places))
+    codes_end, line = k * recipe.format.bits // 8, line_bytes(dict(wide.defines)["CODES"], wide.shape.step)
+    codes, inputs = Boxes(data, codes_end, line, height), Boxes(x, k * x.element_size(), 128, width)
+    places = (data.stride(0) if n > 1 else 0, layout(recipe.format, k).scales_offset)
+    sizes = (len(x), n, k, *places, wide.columns, wide.whole, wide.parts)
     kernel = nvrtc.function(sources("wide"), "wide", wide.defines + reading(), x.device.index, early=True)
-    given = (data, x, out, bias, levels, sums, *sizes, Int(wide.columns), Int(wide.whole), Int(wide.parts))
-    kernel(wide.grid, THREADS, wide.shared, given)
+    given = (codes, inputs, out, bias, levels, sums, data, *(Int(size) for size in sizes))
+    kernel(wide.grid, wide.shape.threads, wide.shared, given)
     if divided:
-        defines = {"PARTS": wide.parts, "WIDTH": width, "HEIGHT": height, "X": KINDS[x.dtype], "SCALE": 0, "BLOCK": 0}
+        shape = {"TILES": wide.shape.tiles, "TEAMS": wide.shape.teams}
+        defines = {"PARTS": wide.parts, **shape, "X": KINDS[x.dtype], "SCALE": 0, "BLOCK": 0}
         defines |= {"BIAS": -1 if bias is None else KINDS[bias.dtype], "UNROLL": 1}
         add = nvrtc.function(sources("join"), "join", tuple(defines.items()), x.device.index, early=True)
         tiles = (Int(wide.columns), Int(wide.whole))

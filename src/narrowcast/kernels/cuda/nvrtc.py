@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import byref, c_char_p, c_int, c_longlong, c_size_t, c_void_p
-from functools import cache
+from ctypes import byref, c_char, c_char_p, c_int, c_longlong, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ DYNAMIC_SHARED = 8
 
 PROGRAMMATIC_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
+
+
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+"""Of a CUtensorMap."""
+
+L2_256_BYTES = 3
+"""CU_TENSOR_MAP_L2_PROMOTION_L2_256B"""
 
 
 class Attribute(ctypes.Structure):
@@ -52,7 +60,7 @@ class Function:
         self._attribute = Attribute(PROGRAMMATIC_SERIALIZATION, 0, 1)
         self._count = int(early)
 
-    def __call__(self, grid: int, threads: int, shared: int, arguments: Sequence[Tensor | int | None]) -> None:
+    def __call__(self, grid: int, threads: int, shared: int, arguments: Sequence[Argument]) -> None:
         """Launch on the current stream: tensors and None go as addresses, `Int` as 32 bits, other integers as 64."""
         driver = _driver()
         if shared > self._shared:
@@ -70,7 +78,41 @@ class Int(int):
     """An argument of 32 bits."""
 
 
-def _value(argument: Tensor | int | None) -> ctypes._SimpleCData[int] | c_void_p:
+class Boxes(NamedTuple):
+    """A tensor [rows, ..] of which a kernel copies boxes (`Map` of instructions.cuh): the first `end` bytes of each
+    row, `line` bytes of `height` rows at a time."""
+
+    tensor: Tensor
+    end: int
+    line: int
+    height: int
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The address, rows, bytes from row to row, and what a box is."""
+        rows, apart = len(self.tensor), self.tensor.stride(0) * self.tensor.element_size()
+        return self.tensor.data_ptr(), rows, apart if rows > 1 else -(-self.end // 16) * 16, *self[1:]
+
+
+Argument = Tensor | Boxes | int | None
+
+
+@lru_cache(maxsize=4096)
+def _map(address: int, rows: int, apart: int, end: int, line: int, height: int) -> ctypes.Array[c_char]:
+    """CUtensorMap of a tensor of bytes, in which sixteens of `line` bytes are exchanged as `copy_box` says."""
+    memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+    aligned = -ctypes.addressof(memory) % MAP_ALIGNMENT
+    made = (c_char * MAP_BYTES).from_buffer(memory, aligned)
+    sizes, strides = (c_uint64 * 2)(end, rows), (c_uint64 * 1)(apart)
+    box, each, exchange = (c_uint32 * 2)(line, height), (c_uint32 * 2)(1, 1), {32: 1, 64: 2, 128: 3}[line]
+    encode = _driver().cuTensorMapEncodeTiled
+    _check(encode(made, 0, 2, c_void_p(address), sizes, strides, box, each, 0, exchange, L2_256_BYTES, 0))
+    return made
+
+
+def _value(argument: Argument) -> ctypes._SimpleCData[int] | c_void_p | ctypes.Array[c_char]:
+    if isinstance(argument, Boxes):
+        return _map(*argument.numbers)
     if argument is None or isinstance(argument, Tensor):
         return c_void_p(None if argument is None else argument.data_ptr())
     return c_int(argument) if isinstance(argument, Int) else c_longlong(argument)

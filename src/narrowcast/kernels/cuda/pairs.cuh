@@ -19,20 +19,27 @@ constexpr bool THROUGH_FP32 = X == 2;
 constexpr bool THROUGH_FP32 = false;
 #endif
 constexpr u32 TOP = X == 1 ? 0x64646464u : 0x43434343u;
+__device__ __forceinline__ u32 picked_bytes(u32 word, u32 pick, u32 top) {
+    if (X == 1) return plus(prmt(word ^ 0x80808080u, top, pick), 0xE480E480u);
+    const u32 both = prmt(word, top, pick);
+    return plus(both & 0xFF7FFF7Fu, insert(both, 0xFF80FF80u, 0x80008000u));
+}
 __device__ __forceinline__ u32 bytes(u32 word, int high, u32 top) {
-    if (X == 1) return plus(prmt(word ^ 0x80808080u, top, high ? 0x4342 : 0x4140), 0xE480E480u);
     if (THROUGH_FP32) {
         const float a = __uint_as_float(prmt(word ^ 0x80808080u, 0x4B000000u, high ? 0x7442 : 0x7440)) - 8388736.0f;
         const float b = __uint_as_float(prmt(word ^ 0x80808080u, 0x4B000000u, high ? 0x7443 : 0x7441)) - 8388736.0f;
         return bfloat_pair(a, b);
     }
-    const u32 both = prmt(word, top, high ? 0x4342 : 0x4140);
-    return plus(both & 0xFF7FFF7Fu, insert(both, 0xFF80FF80u, 0x80008000u));
+    return picked_bytes(word, high ? 0x4342 : 0x4140, top);
 }
 
 #if CODES >= 2
-// What a byte stands for, once for every lane: each has a bank of its own.
+// What a byte stands for, once for every lane: each has a bank of its own. (Where bytes are FP8, there is none.)
+#if defined(FP8) && FP8
+__shared__ u32 table[1][32];
+#else
 __shared__ u32 table[256][32];
+#endif
 #endif
 
 // The entry of byte AT of a word.

@@ -11,21 +11,17 @@ import itertools
 from functools import cache
 from typing import NamedTuple
 
-from narrowcast.kernels.cuda.formats import BYTES, INT4, PAIRS, TABLE
+from narrowcast.kernels.cuda.formats import BYTES, INT4, INT8, PAIRS, TABLE
 
-THREADS = 256
 MOST_PARTS = 8
 
 
 class Shape(NamedTuple):
-    """Eights of rows of x and sixty-fours of rows of W for a team, elements in a step, steps in a ring, blocks that
-    share a processor."""
+    """Eights of rows of x, elements of k in a step, and teams, each with 64 rows of W."""
 
     tiles: int
-    tall: int
     step: int
-    stages: int
-    resident: int = 1
+    teams: int
 
     @property
     def width(self) -> int:
@@ -33,11 +29,30 @@ class Shape(NamedTuple):
 
     @property
     def height(self) -> int:
-        return 128 * self.tall
+        return 64 * self.teams
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.teams + 1)
 
 
-SHAPES = {128: (Shape(16, 1, 128, 4), Shape(16, 1, 64, 6)), 256: (Shape(32, 1, 64, 4),)}
-"""By the largest batch, the first that fits: the best of bench/gpu_wide.py --sweep on an H200, or within 5% of it."""
+SHAPES = tuple(Shape(*sizes) for sizes in itertools.product((8, 16, 32), (128, 64), (2, 3)) if sizes[0] * sizes[2] < 96)
+"""What to choose from. Three teams have no registers for 256 rows of x; four, or more than 64 rows of W for a team,
+were slower (bench/gpu_wide.py --sweep on an H200)."""
+
+TIMES = {
+    "int4": (0.54, 0.82, 0.72, 1.08, 1.39),
+    "bytes of rows with one scale": (0.59, 0.91, 0.77, 1.15, 1.40),
+    "int8, fp8": (0.70, 1.06, 0.91, 1.34, 1.58),
+    "halves of 4 bits": (0.73, 0.99, 0.93, 1.23, 1.49),
+    "other levels of 4 bits": (0.88, 1.20, 1.12, 1.46, 1.57),
+    "other levels of 8 bits": (1.10, 1.40, 1.40, 1.90, 2.00),
+}
+"""Microseconds that 128 elements of k of a tile take, in the order of TIMED: of the sweep. Those of other levels of 8
+bits, and of halves and levels of 4 bits with 128 rows of x and two teams, are estimates."""
+
+TIMED = ((8, 2), (8, 3), (16, 2), (16, 3), (32, 2))
+"""Eights of rows of x, and teams."""
 
 
 class Wide(NamedTuple):
@@ -54,11 +69,23 @@ class Wide(NamedTuple):
     tiles: int
 
 
-def shared_bytes(codes: int, shape: Shape) -> int:
-    """Shared memory of a ring, or of a tile of results where that is more."""
-    pieces = shape.step // (32 if codes in (INT4, PAIRS) else 16)
-    stage = -(-(pieces * shape.height * 16 + 128 + shape.step * shape.width * 2) // 1024) * 1024
-    return max(shape.stages * stage, shape.width * (shape.height * 2 + 16))
+def line_bytes(codes: int, step: int) -> int:
+    """Bytes of a row of W in a step."""
+    return step // 2 if codes in (INT4, PAIRS) else step
+
+
+def stage_bytes(codes: int, shape: Shape) -> int:
+    """Shared memory of a step's codes and x, and of its two gates."""
+    return shape.height * line_bytes(codes, shape.step) + shape.step * shape.width * 2 + 16
+
+
+def stages_of(codes: int, fp8: int, shape: Shape, room: int) -> int:
+    """As many steps as a ring has room for beside a tile of results and a table; up to three of 128 elements, or six
+    with 64 rows of x: more, which leave less to L1, were no faster."""
+    held = TABLE if codes in (BYTES, PAIRS) and not fp8 else 0
+    left = room - held - shape.width * (shape.height * 2 + 16 * shape.teams)
+    most = (6 if shape.tiles == 8 else 3) * 128 // shape.step
+    return min(most, left // stage_bytes(codes, shape))
 
 
 def divide(
@@ -66,19 +93,17 @@ def divide(
 ) -> Wide | None:
     """A division into tiles of this shape, the first `whole` of them not divided along k; None if it cannot be."""
     codes, block = common["CODES"], common["BLOCK"]
-    shared, columns = shared_bytes(codes, shape), -(-batch // shape.width)
-    held = TABLE if codes in (BYTES, PAIRS) else 0
+    stages, columns = stages_of(codes, common["FP8"], shape, room), -(-batch // shape.width)
     steps, tiles = k // shape.step, -(-n // shape.height) * columns
     fits = block % shape.step == 0 or (shape.step % block == 0 and block % 16 == 0)
-    if shape.resident * (shared + held + 1024) > room + 1024 or k % shape.step or not fits or whole > tiles:
+    if stages < 2 or k % shape.step or not fits or whole > tiles:
         return None
     parts = -(-steps // -(-steps // parts))  # or fewer, where k has not so many steps
-    macros = {"TEAM": 4, "TILES": shape.tiles, "TALL": shape.tall, "STEP": shape.step, "STAGES": shape.stages}
-    defines = common | macros | {"RESIDENT": shape.resident}
+    macros = {"TEAM": 4, "TILES": shape.tiles, "STEP": shape.step, "STAGES": stages, "TEAMS": shape.teams}
     whole = tiles if parts == 1 else whole
-    jobs = whole + (tiles - whole) * parts
-    grid = min(processors * shape.resident, jobs)
-    return Wide(tuple(defines.items()), grid, shared, shape, columns, whole, parts, tiles)
+    grid = min(processors, whole + (tiles - whole) * parts)
+    shared = stages * stage_bytes(codes, shape) + shape.width * (shape.height * 2 + 16 * shape.teams)
+    return Wide(tuple((common | macros).items()), grid, shared, shape, columns, whole, parts, tiles)
 
 
 @cache
@@ -87,6 +112,7 @@ def choose_wide(
     block: int,
     scale: int,
     scaling: int,
+    fp8: int,
     batch: int,
     n: int,
     k: int,
@@ -99,22 +125,41 @@ def choose_wide(
     if kind == 0 or n % 8:
         return None
     common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": scale, "BLOCK": block, "UNROLL": 1, "SCALING": scaling}
-    for shape in SHAPES[min(size for size in SHAPES if batch <= size or size == max(SHAPES))]:
-        tiles, at_once = -(-n // shape.height) * -(-batch // shape.width), processors * shape.resident
-        every = itertools.product({0, tiles // at_once * at_once}, range(1, MOST_PARTS + 1))
-        ways = [divide(common, shape, whole, parts, batch, n, k, processors, room) for whole, parts in every]
-        fitting = [wide for wide in ways if wide is not None]
-        if fitting:
-            return min(fitting, key=lambda wide: (cost(wide, k), wide))
-    return None
+    common["FP8"] = fp8
+    ways = [way for shape in SHAPES for way in divisions(common, shape, batch, n, k, processors, room)]
+    return min(ways, key=lambda wide: (cost(wide, k), wide), default=None)
+
+
+def divisions(
+    common: dict[str, int], shape: Shape, batch: int, n: int, k: int, processors: int, room: int
+) -> list[Wide]:
+    """All tiles whole, as many as fill the processors, or none, and the others in up to MOST_PARTS parts."""
+    tiles = -(-n // shape.height) * -(-batch // shape.width)
+    every = itertools.product((0, tiles // processors * processors), range(1, MOST_PARTS + 1))
+    ways = (divide(common, shape, whole, parts, batch, n, k, processors, room) for whole, parts in every)
+    return list(dict.fromkeys(way for way in ways if way is not None))
 
 
 def cost(wide: Wide, k: int) -> float:
-    """About how many microseconds it takes, to compare parts: rounds of jobs, and sums going to memory and back."""
+    """About how many microseconds it takes: the jobs that follow each other on a processor, and the sums of parts on
+    their way to memory and back. The sweep's times are within 4% of it, and what it picks within 1% of the best."""
     shape, divided = wide.shape, wide.tiles - wide.whole
-    one = shape.height * shape.width * k / 2.9e6  # of a tile
     jobs = divided * wide.parts
-    rounds = -(-wide.whole // wide.grid) + -(-jobs // wide.grid) / wide.parts
-    started = -(-wide.whole // wide.grid) + -(-jobs // wide.grid)
-    sums = 0.0 if not divided else jobs * shape.width * shape.height * 8 / 4e6 + 2.5
-    return rounds * one + 1.5 * started + sums
+    rounds_of_tiles, rounds_of_parts = -(-wide.whole // wide.grid), -(-jobs // wide.grid)
+    length = (rounds_of_tiles + rounds_of_parts / wide.parts) * k / 128
+    each = TIMES[_kind(dict(wide.defines))][TIMED.index((shape.tiles, shape.teams))]
+    slower = (1.08 if shape.step == 64 and shape.tiles < 32 else 1.0) * (1.05 if divided and wide.whole else 1.0)
+    sums = 2.6 + jobs * shape.width * shape.height * 1.1e-6 if divided else 0.0
+    return length * each * slower + 2.2 * (rounds_of_tiles + rounds_of_parts) + sums + 1.0
+
+
+def _kind(defines: dict[str, int]) -> str:
+    """What decoding takes: the row of TIMES."""
+    codes, scaling = defines["CODES"], defines["SCALING"]
+    if codes == INT4:
+        return "int4"
+    if codes == PAIRS:
+        return "halves of 4 bits" if scaling < 2 else "other levels of 4 bits"
+    if codes == INT8 or defines["FP8"]:
+        return "int8, fp8" if scaling else "bytes of rows with one scale"
+    return "other levels of 8 bits"

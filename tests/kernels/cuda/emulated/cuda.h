@@ -7,6 +7,7 @@
 #define __global__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 #define __shared__ thread_local /* one thread of the host runs all of a block, and a local one is static */
 
@@ -77,7 +78,7 @@ static inline T __ldcs(const T* p) {
     return *p;
 }
 
-static inline void __syncthreads() { machine::wait(machine::IN_BLOCK); }
+static inline void __syncthreads() { machine::wait_at_barrier(0, blockDim.x); }
 static inline void __syncwarp() {
     machine::wait_in_warp([](void* const*) {}, nullptr);
 }

@@ -26,7 +26,7 @@ from narrowcast.kernels.cuda import nvrtc
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
-SHARED = 208 << 10
+SHARED = 228 << 10
 """Bytes that a launch can ask for, and some more, which have to stay as they were."""
 
 OUT = 2
@@ -73,7 +73,7 @@ class Function:
         self._launch = ctypes.CDLL(str(library)).launch
         self._launch.restype = ctypes.c_char_p
 
-    def __call__(self, grid: int, threads: int, shared: int, arguments: Sequence[Tensor | int | None]) -> None:
+    def __call__(self, grid: int, threads: int, shared: int, arguments: Sequence[nvrtc.Argument]) -> None:
         """Launch as `nvrtc.Function` does, and wait."""
         places = [place for place in self._changed if arguments[place] is not None]
         results = [self._run(grid, threads, shared, arguments, reverse) for reverse in (False, True)]
@@ -85,19 +85,19 @@ class Function:
             out.copy_(one)
 
     def _run(
-        self, grid: int, threads: int, shared: int, arguments: Sequence[Tensor | int | None], reverse: bool
+        self, grid: int, threads: int, shared: int, arguments: Sequence[nvrtc.Argument], reverse: bool
     ) -> list[Tensor]:
+        tensors = [one.tensor if isinstance(one, nvrtc.Boxes) else one for one in arguments]
         copies = [
             Guarded(one, 16 if place in self._aligned else 1) if isinstance(one, Tensor) else None
-            for place, one in enumerate(arguments)
+            for place, one in enumerate(tensors)
         ]
         written = copies[OUT]
         assert written is not None
         if not self._kept:
             written.tensor.view(torch.uint8).fill_(0xFF)
         before = [None if copy is None else bytes(copy.memory[copy.head : copy.end]) for copy in copies]
-        given = [one if copy is None else copy.tensor for one, copy in zip(arguments, copies, strict=True)]
-        values = [nvrtc._value(one) for one in given]
+        values = [_value(one, copy) for one, copy in zip(arguments, copies, strict=True)]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         said = self._launch(grid, threads, shared, reverse, pointers).decode()
         if said:
@@ -109,6 +109,19 @@ class Function:
                     raise Broken(f"memory was written that is not the output: {copy}")
         changed = [copies[place] for place in self._changed]
         return [written.tensor.clone(), *(copy.tensor.clone() for copy in changed if copy is not None)]
+
+
+def _value(argument: nvrtc.Argument, copy: Guarded | None) -> object:
+    """What a kernel is given for this argument, with the copy in the place of its tensor."""
+    if not isinstance(argument, nvrtc.Boxes):
+        return nvrtc._value(argument if copy is None else copy.tensor)
+    assert copy is not None
+    memory = ctypes.create_string_buffer(nvrtc.MAP_BYTES + nvrtc.MAP_ALIGNMENT)
+    place = -ctypes.addressof(memory) % nvrtc.MAP_ALIGNMENT
+    made = (ctypes.c_uint64 * (nvrtc.MAP_BYTES // 8)).from_buffer(memory, place)
+    numbers = argument._replace(tensor=copy.tensor).numbers
+    made[: len(numbers)] = numbers
+    return made
 
 
 class Guarded:

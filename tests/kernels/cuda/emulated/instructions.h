@@ -133,6 +133,15 @@ static inline u32 pair_of(float low, float high) {
     return X == 1 ? u32(half_of(high)) << 16 | half_of(low) : bfloat_pair(low, high);
 }
 
+static inline u16 half_of_fp8(u32 byte, bool e5m2) {
+    if (e5m2) return u16(byte << 8);
+    const u32 exponent = byte >> 3 & 15, fraction = byte & 7;
+    double value = exponent ? __builtin_ldexp(8 + fraction, int(exponent) - 10) : __builtin_ldexp(fraction, -9);
+    if ((byte & 0x7F) == 0x7F) value = __builtin_nan("");
+    return half_of(byte & 0x80 ? -value : value);
+}
+static inline u32 fp8_pair(u32 bytes, bool e5m2) { return u32(half_of_fp8(bytes >> 8 & 255, e5m2)) << 16 | half_of_fp8(bytes & 255, e5m2); }
+
 static inline u32 rotate(u32 word, u32 by) { return by % 32 ? word >> by % 32 | word << (32 - by % 32) : word; }
 
 struct Fragments {
@@ -163,6 +172,42 @@ static inline void multiply(void* const* brought) {
 static inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     Fragments mine = {{a0, a1, a2, a3}, {b0, b1}, c};
     machine::wait_in_warp(multiply, &mine);
+}
+
+// What device.py makes of nvrtc.Boxes, as large as what the driver makes.
+struct alignas(64) Map {
+    const char* address;
+    u64 rows, apart, end, line, height, unused[10];
+};
+typedef u64 Gate;
+
+static inline void set_gate(Gate* gate, u32 count) { machine::set_gate(gate, count); }
+static inline void show_gates() {}
+static inline void pass(Gate* gate) { machine::pass(gate, 0); }
+static inline void expect(Gate* gate, u32 bytes) { machine::pass(gate, bytes); }
+static inline void await_gate(Gate* gate, u32 turn) { machine::wait_at_gate(gate, turn); }
+static inline void meet(int number, int threads) { machine::wait_at_barrier(number, threads); }
+template <int COUNT>
+static inline void give_registers() {}
+template <int COUNT>
+static inline void take_registers() {}
+
+static inline void announce(const Map&) {}
+
+static inline void copy_lines(const machine::BoxCopy& box) {
+    const Map& map = *(const Map*)box.map;
+    for (u64 r = 0; r < map.height; ++r)
+        for (u64 i = 0; i < map.line; ++i) {
+            const u64 row = box.row + r, column = box.column + i, place = r * map.line + i, exchange = map.line / 16 - 1;
+            const bool there = row < map.rows && column < map.end;
+            ((char*)box.to)[place ^ (place >> 7 & exchange) << 4] = there ? map.address[row * map.apart + column] : 0;
+        }
+}
+
+static inline void copy_box(void* to, const Map& map, int column, int row, Gate* gate) {
+    if ((size_t)to % (map.line * 8) || map.height > 256 || map.apart % 16 || map.apart < map.end || (size_t)map.address % 16)
+        return machine::fail("copies a box to or from where it is not aligned, or too large a one", threadIdx.x);
+    machine::copy_box({machine::gate_at(gate), copy_lines, &map, to, column, row, long(map.line * map.height)});
 }
 
 static inline void show_tensor_cores() {}

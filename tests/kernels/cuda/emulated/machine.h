@@ -1,7 +1,8 @@
 // A GPU of one processor: the threads of a block as fibers of one thread of the host, blocks one after the other.
 //
-// A warp runs until each of its threads waits for the block, then the next warp runs: so a thread is as far ahead of those
-// of other warps as barriers allow, and with `reverse` as far behind. What lacks a barrier gives another result one way or
+// A warp runs until each of its threads waits for others, then the next warp runs: so a thread is as far ahead of those
+// of other warps as barriers allow, and with `reverse` as far behind. Copies that a gate waits for come as late as they may, and
+// with `reverse` at once. What lacks a barrier gives another result one way or
 // the other. Shared memory, and the stacks, are all ones (NaN) before a block begins. What a kernel may not do ends the launch
 // with a sentence: to touch memory that is not its own, to read a vector that is not aligned, to leave threads of a warp or
 // a block behind, to write past the shared memory that it asked for.
@@ -26,7 +27,7 @@ constexpr int WARP = 32;
 constexpr size_t STACK = 8 << 10;  // small, since it is filled anew for each block; signals have one of their own
 constexpr int FAULTS[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGFPE};
 
-enum State { RUNS, IN_WARP, IN_BLOCK, ENDED };
+enum State { RUNS, IN_WARP, AT_BARRIER, AT_GATE, ENDED };
 
 // What the threads of a warp do together, on what each brought.
 typedef void (*Together)(void* const* brought);
@@ -36,6 +37,23 @@ struct Fiber {
     State state;
     Together together;
     void* brought;
+    int barrier, threads;  // which one, and for how many it is
+    void* gate;
+    unsigned turn;
+};
+
+// Where threads wait for `count` others, or for `owed` bytes of copies, in turns.
+struct Gate {
+    void* at;
+    unsigned count, left, turns;
+    long owed;
+};
+struct BoxCopy {
+    Gate* gate;
+    void (*copy)(const BoxCopy&);
+    const void* map;
+    void* to;
+    long column, row, bytes;
 };
 
 static Fiber* fibers;
@@ -45,6 +63,11 @@ static void (*body)();
 static char error[512];
 static volatile sig_atomic_t fault;
 static void* volatile fault_address;
+constexpr int GATES = 64, BOXES = 256;  // of a block; copies on their way
+static Gate gates[GATES];
+static BoxCopy boxes[BOXES];
+static int gate_count, box_count;
+static bool copies_come_at_once;
 
 static void wait(State state) {
     running->state = state;
@@ -54,6 +77,11 @@ static void wait(State state) {
 static void wait_in_warp(Together together, void* brought) {
     running->together = together, running->brought = brought;
     wait(IN_WARP);
+}
+
+static void wait_at_barrier(int barrier, int threads) {
+    running->barrier = barrier, running->threads = threads;
+    wait(AT_BARRIER);
 }
 
 static void begin() {
@@ -86,36 +114,109 @@ static void resume(int thread) {
     fault = 0, running->state = ENDED;
 }
 
-// Until all threads of the warp wait for the block, or have ended.
-static void run_warp(int first, bool reverse) {
-    while (!failed()) {
-        for (int i = 0; i < WARP && !failed(); ++i) {
-            const int thread = first + (reverse ? WARP - 1 - i : i);
-            if (fibers[thread].state == RUNS) resume(thread);
+static Gate* gate_at(const void* at) {
+    for (int i = 0; i < gate_count; ++i)
+        if (gates[i].at == at) return gates + i;
+    fail("uses a gate that nobody has set", threadIdx.x);
+    return gates;
+}
+
+static void set_gate(void* at, unsigned count) {
+    if (gate_count == GATES || (size_t)at % 8) return fail("sets too many gates, or one that is not aligned", threadIdx.x);
+    gates[gate_count++] = {at, count, count, 0, 0};
+}
+
+static void end_turn(Gate& gate) {
+    if (!gate.left && !gate.owed) gate.left = gate.count, ++gate.turns;
+}
+
+static void pass(void* at, long owed) {
+    Gate& gate = *gate_at(at);
+    if (!gate.left) return fail("passes a gate once more than its turn is for", threadIdx.x);
+    --gate.left, gate.owed += owed;
+    end_turn(gate);
+}
+
+static void copy_box(BoxCopy box) {
+    if (box_count == BOXES) return fail("has too many boxes on their way: BOXES of machine.h", threadIdx.x);
+    if (copies_come_at_once) box.copy(box);
+    boxes[box_count++] = box;
+}
+
+// Whether the turn has ended; the copies that it waits for come now.
+static bool is_open(void* at, unsigned turn) {
+    Gate& gate = *gate_at(at);
+    if (!gate.left && gate.turns % 2 == turn) {
+        int kept = 0;
+        for (int i = 0; i < box_count; ++i) {
+            if (boxes[i].gate != &gate) {
+                boxes[kept++] = boxes[i];
+                continue;
+            }
+            if (!copies_come_at_once) boxes[i].copy(boxes[i]);
+            gate.owed -= boxes[i].bytes;
         }
-        Fiber* const warp = fibers + first;
-        void* brought[WARP];
+        box_count = kept;
+        if (gate.owed) fail("waits for other bytes than are copied, or before they are asked for", threadIdx.x);
+        end_turn(gate);
+    }
+    return gate.turns % 2 != turn;
+}
+
+static void wait_at_gate(void* at, unsigned turn) {
+    running->gate = at, running->turn = turn;
+    wait(AT_GATE);
+}
+
+// Until no thread of the warp can go on without others. Returns whether one did.
+static bool run_warp(int first, bool reverse) {
+    Fiber* const warp = fibers + first;
+    for (bool ever = false;; ever = true) {
+        bool any = false, at_gate = false;
         for (int i = 0; i < WARP && !failed(); ++i) {
-            if (warp[i].state != warp[0].state) return fail("is not where the first thread of its warp waits", first + i);
+            Fiber& fiber = warp[reverse ? WARP - 1 - i : i];
+            if (fiber.state == AT_GATE && is_open(fiber.gate, fiber.turn)) fiber.state = RUNS;
+            if (fiber.state == RUNS) resume(first + (reverse ? WARP - 1 - i : i)), any = true;
+            at_gate |= fiber.state == AT_GATE;
+        }
+        if (failed() || !any) return ever;
+        void* brought[WARP];
+        for (int i = 0; i < WARP && !at_gate; ++i) {
+            if (warp[i].state != warp[0].state) return fail("is not where the first thread of its warp waits", first + i), true;
             if (warp[i].state == IN_WARP && warp[i].together != warp[0].together)
-                return fail("does another thing with its warp than the first thread of it", first + i);
+                return fail("does another thing with its warp than the first thread of it", first + i), true;
             brought[i] = warp[i].brought;
         }
-        if (failed() || warp[0].state != IN_WARP) return;
+        if (at_gate || warp[0].state != IN_WARP) continue;
         warp[0].together(brought);
         for (int i = 0; i < WARP; ++i) warp[i].state = RUNS;
     }
 }
 
-static void run_block(int threads, bool reverse) {
-    for (bool ended = false; !ended && !failed();) {
-        for (int i = 0; i < threads && !failed(); i += WARP) run_warp(reverse ? threads - WARP - i : i, reverse);
-        ended = fibers[0].state == ENDED;
-        for (int i = 0; i < threads && !failed(); ++i) {
-            if ((fibers[i].state == ENDED) != ended) fail("waits at a barrier that another thread never reaches, or is that one", i);
-            if (!ended) fibers[i].state = RUNS;
-        }
+// Lets those go on that are all there are at their barrier. Returns whether there were any.
+static bool open_barriers(int threads) {
+    bool any = false;
+    for (int barrier = 0; barrier < 16; ++barrier) {
+        int count = 0, wanted = 0;
+        for (int i = 0; i < threads; ++i)
+            if (fibers[i].state == AT_BARRIER && fibers[i].barrier == barrier) ++count, wanted = fibers[i].threads;
+        if (!count || count != wanted) continue;
+        for (int i = 0; i < threads; ++i)
+            if (fibers[i].state == AT_BARRIER && fibers[i].barrier == barrier) fibers[i].state = RUNS;
+        any = true;
     }
+    return any;
+}
+
+static void run_block(int threads, bool reverse) {
+    for (bool any = true; any && !failed();) {
+        any = false;
+        for (int i = 0; i < threads && !failed(); i += WARP) any |= run_warp(reverse ? threads - WARP - i : i, reverse);
+        any |= open_barriers(threads);
+    }
+    for (int i = 0; i < threads && !failed(); ++i)
+        if (fibers[i].state != ENDED) fail("waits at a barrier that another thread never reaches, or is that one", i);
+    if (box_count) fail("ends before copies that it asked for have come", 0);
 }
 
 // Shared memory is thread-local memory of the host: all of it that this library has.
@@ -145,7 +246,7 @@ static Span shared_memory() {
 
 // `asked` bytes of the launch's own shared memory of `size` bytes may be used. Returns a sentence, empty if all went well.
 static const char* launch(void (*kernel)(), int grid, int threads, bool reverse, const char* dynamic, size_t size, size_t asked) {
-    error[0] = 0, body = kernel;
+    error[0] = 0, body = kernel, copies_come_at_once = reverse;
     blockDim = {unsigned(threads), 1, 1}, gridDim = {unsigned(grid), 1, 1}, blockIdx = {};
     if (threads < WARP || threads > 1024 || threads % WARP || asked > size) fail("cannot be launched so", 0);
     static char altstack[64 << 10];
@@ -161,6 +262,7 @@ static const char* launch(void (*kernel)(), int grid, int threads, bool reverse,
     for (; int(blockIdx.x) < grid && !failed(); ++blockIdx.x) {
         memset(stacks, 0xFF, threads * STACK);
         memset(shared.begin, 0xFF, shared.size);
+        gate_count = box_count = 0;
         for (int i = 0; i < threads; ++i) {
             fibers[i].state = RUNS;
             getcontext(&fibers[i].context);
