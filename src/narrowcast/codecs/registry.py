@@ -176,10 +176,12 @@ def which_kernel(
 ) -> str:
     """What runs this codec on this device: "native/avx512", "triton", "cuda" or "reference". Unknown codecs raise.
 
-    `operation` is "encode", "decode", "decode_sum", "decode_sum_encode" or "linear". All but the last are run by the
-    same kernel. On a GPU that is Triton; "linear", the product with encoded weights, runs in kernels that are compiled
-    as CUDA for common 4- and 8-bit codecs, and in Triton for others. The answer for "linear" holds for one bf16 vector
-    and rows of about 4096 elements; larger batches may be decoded first and multiplied by torch.
+    `operation` is "encode", "decode", "decode_sum", "decode_sum_encode" or "linear". On a CPU the same kernel runs all
+    of them. On a GPU that is Triton, but "linear", the product with encoded weights, runs in kernels that are compiled
+    as CUDA for common 4- and 8-bit codecs; so does "decode_sum_encode" on Hopper for 4-bit codecs and `sign`. The
+    answer for "linear" holds for one bf16 vector and rows of about 4096 elements; larger batches may be decoded first
+    and multiplied by torch. That for "decode_sum_encode" holds for eight rows of 2**28 elements; short ones, and for
+    `sign` sums with an own row, run in Triton.
     """
     recipe = _resolve(codec).recipe(torch.device("cpu"))
     return operators.which_kernel(recipe, torch.device(device), operation)

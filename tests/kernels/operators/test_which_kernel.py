@@ -76,3 +76,15 @@ def test_it_says_cuda_exactly_where_a_product_goes_there(name: str, monkeypatch:
     x, data = torch.ones(1, numel, dtype=torch.bfloat16), torch.zeros(16, codec.row_bytes(numel), dtype=torch.uint8)
     taken = choose.linear(torch.empty(1, 16, dtype=x.dtype), x, data, codec.recipe(torch.device("cpu")), None)
     assert nc.which_kernel(codec, "cuda", operation="linear") == ("cuda" if taken else "triton")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_on_hopper_sums_of_4_bit_codes_and_of_signs_run_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    from narrowcast.kernels.cuda import signs, sums
+
+    specs = ("int4", "nf4", "apot4", "sign", "int8", "int4:block=96", "int4:stochastic=true", "sign:block=128")
+    for hopper in (True, False):
+        for module in (sums, signs):
+            monkeypatch.setattr(module, "runs_on", lambda device, hopper=hopper: hopper)
+        answers = [nc.which_kernel(spec, "cuda", operation="decode_sum_encode") for spec in specs]
+        assert answers == ["cuda" if hopper else "triton"] * 4 + ["triton"] * 4

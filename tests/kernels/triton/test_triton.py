@@ -237,6 +237,18 @@ def test_blocks_larger_than_a_tile_take_two_passes_and_the_same_bytes(
     assert_sums_agree(kernel, codec, data[:2], 150, None, 0, 1)
 
 
+@pytest.mark.parametrize("spec", ["int4", "apot4", "levels:table=-8000|0|8000"] if SPECS else [])
+def test_a_product_that_overflows_is_infinite_in_a_sum_too(kernel: Kernel, spec: str) -> None:
+    codec = nc.codec(spec)
+    recipe = recipe_of(codec)[1]
+    data = reference.encode(torch.tensor([[-1.0] * 64, [1.0] * 64]), recipe, 0)
+    largest = 127 - int(torch.tensor(recipe.peak).log2())  # a power of two that overflows the next time it is doubled
+    scales = torch.tensor([[2.0**largest], [2.0 ** min(largest + 1, 127)]]).bfloat16()
+    at = layout(recipe.format, 64).scales_offset
+    data[:, at : at + 2] = scales.view(torch.uint8)
+    assert_sums_agree(kernel, codec, data, 64, None, 0, 1)
+
+
 @pytest.mark.parametrize("spec", ["sign", "int4", "int8:zero_point=true"] if SPECS else [])
 @pytest.mark.parametrize("block", ["row", "16392"])
 def test_long_rows_agree(kernel: Kernel, spec: str, block: str) -> None:

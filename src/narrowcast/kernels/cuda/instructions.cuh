@@ -50,6 +50,15 @@ __device__ __forceinline__ void copy16(void* to, const void* from, bool some) {
                  :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from), "r"(some ? 16 : 0) : "memory");
 }
 
+// Shared memory by addresses of its own, which count from its beginning: they are made of bytes. In the order of the program.
+__device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ float read_shared(u32 address) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+    return value;
+}
+__device__ __forceinline__ void write_shared(u32 address, float value) { asm volatile("st.shared.f32 [%0], %1;" :: "r"(address), "f"(value)); }
+
 // What this thread has copied since the last time is one lot.
 __device__ __forceinline__ void end_lot() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

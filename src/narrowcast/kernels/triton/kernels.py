@@ -24,8 +24,8 @@ from narrowcast.kernels.triton.words import places
 FOLD = tl.constexpr(1024)
 """Statistics that one program of `fold_kernel` combines."""
 
-HUGE_SCALE_BITS = tl.constexpr(0x7A800000)
-"""Of 2**118, in fp32: with codes below 2**9, a product with a smaller scale is finite."""
+HUGE_SCALE_BITS = tl.constexpr(0x78800000)
+"""Of 2**114, in fp32: with codes and whole levels below 2**13, a product with a smaller scale is finite."""
 
 _COUNTS = ["numel", "tiles", "first_tile", "chunks", "block", "groups", "last_size", "seed"]
 _OFFSETS = ["codes_end", "scales_at", "zeros_at", "end"]

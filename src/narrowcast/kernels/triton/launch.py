@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.kernels.contract import Kernel
-from narrowcast.kernels.cuda import choose
+from narrowcast.kernels.cuda import choose, signs, sums
 from narrowcast.kernels.layout import Grid, Recipe
 from narrowcast.kernels.triton import columns, fake_quantize, integer, linear
 from narrowcast.kernels.triton.codes import INTERPRETED
@@ -26,7 +26,8 @@ class Triton(Kernel):
     name = "triton"
 
     def runs(self, operation: str, recipe: Recipe, device: torch.device) -> str:
-        in_cuda = operation == "linear" and not INTERPRETED and choose.takes(recipe, device)
+        modules = {"linear": (choose,), "decode_sum_encode": (sums, signs)}.get(operation, ())
+        in_cuda = not INTERPRETED and any(module.takes(recipe, device) for module in modules)
         return "cuda" if in_cuda else self.name
 
     def _encode(self, out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
@@ -75,6 +76,9 @@ class Triton(Kernel):
             return
         rank = own_rank if own is not None else -1
         with _writable(out, 16) as target:
+            told = (target, data, numel, recipe, own, rank, divisor)
+            if not INTERPRETED and (sums.decode_sum_encode(*told) or signs.decode_sum_encode(*told)):
+                return
             if decode_sum_encode(target, data, numel, recipe, own, rank, divisor, seed):
                 return
         total = torch.empty(numel, dtype=torch.float32, device=data.device)

@@ -51,7 +51,7 @@ def lookup(table, index, SIZE: tl.constexpr):
 
 @triton.jit
 def count_near(y, thresholds, bend, slope, middle, reach, COUNT: tl.constexpr, OPEN: tl.constexpr):
-    """How many thresholds lie below y, where a curve through y says it within one; see `tables.fit`.
+    """How many thresholds lie below y, where a curve through y says it within one; see `curves.fit`.
 
     OPEN: y is at most 2% larger than the largest level, as far as the curve reaches.
     """

@@ -1,10 +1,10 @@
 """How a GPU finds the level nearest to a number.
 
 Where levels follow a simple curve, the curve says the code within one, and a lookup and a comparison settle it: see
-`fit`. Other tables are cut into cells. A cell is `round(clamp(y * slope + middle, 0, cells - 1))` in fp32: a function
-that never falls as y grows. So thresholds in earlier cells lie below y, those in later cells do not, and only those in
-y's own need a comparison. Laid out so that no cell holds more than one threshold, a lookup and a comparison find any
-code, exactly.
+`curves.fit`. Other tables are cut into cells. A cell is `round(clamp(y * slope + middle, 0, cells - 1))` in fp32: a
+function that never falls as y grows. So thresholds in earlier cells lie below y, those in later cells do not, and only
+those in y's own need a comparison. Laid out so that no cell holds more than one threshold, a lookup and a comparison
+find any code, exactly.
 """
 
 from __future__ import annotations
@@ -16,17 +16,12 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from narrowcast.kernels.curves import REACH, fit
 from narrowcast.kernels.layout import to_float32
 
 MOST_CELLS = 1024
-REACH = 1.02
-"""Scales are rounded up, so scaled elements hardly exceed the largest level: by 0.8% at most, unless the scale was cut
-at its format's limit far below what it should be, which bf16 and fp32 have no need of.
-"""
 HELD = 32
 """Tables up to this size are held by the lanes of a warp."""
-ROOM = 0.1
-"""How far a curve must stay from where its guess would be wrong: far more than fp32 can err."""
 REMEMBERED = 256
 
 
@@ -94,36 +89,6 @@ def lay_out(table: Tensor) -> Cells:
     entries = entries.view(torch.int32).to(table.device)
     bits = bits.to(table.device)
     return Cells(entries, count, searched, slope, middle, bend, reach, steps, bits, whole, table)
-
-
-# -- a curve ----------------------------------------------------------------------------------------------------------
-
-
-def fit(thresholds: Tensor, reach: float, count: int) -> tuple[float, float, float] | None:
-    """(bend, slope, middle) such that round((bend * |y| + slope) * y + middle) is the code of y or one less.
-
-    None where no such curve leaves `ROOM`. Wherever a threshold lies, both its sides must get the same guess, so the
-    curve should pass each at its number: least squares, again and again, with more weight where it misses by more.
-    """
-    ends = torch.tensor([reach], dtype=torch.float64, device="cpu")
-    x = torch.cat([-ends, thresholds, ends])
-    last = len(thresholds) - 1
-    aims = torch.arange(-1, last + 2, dtype=torch.float64, device="cpu").clamp(0, last)
-    powers = torch.stack([x * x.abs(), x, torch.ones_like(x)], 1)
-    weights = torch.ones_like(x)
-    curve = torch.zeros(3, dtype=torch.float64, device="cpu")
-    for _ in range(60):
-        curve = torch.linalg.lstsq(powers * weights[:, None], (aims * weights)[:, None]).solution[:, 0]
-        weights = weights * ((powers @ curve - aims).abs() + 1e-3).sqrt()
-        weights = weights / weights.max()
-    bend, slope, middle = (to_float32(float(part)) for part in curve)
-    for code in range(last + 2):
-        y = torch.linspace(float(x[code]), float(x[code + 1]), 1001, dtype=torch.float64, device="cpu")
-        guess = (bend * y.abs() + slope) * y + middle
-        lowest, highest = max(code - 1, 0) - 0.5, min(code, count - 1) + 0.5
-        if not (guess.min() > lowest + ROOM and guess.max() < highest - ROOM):
-            return None
-    return bend, slope, middle
 
 
 # -- cells ------------------------------------------------------------------------------------------------------------

@@ -24,9 +24,18 @@ struct alignas(16) float4 {
 static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-static inline int min(int a, int b) { return a < b ? a : b; }
+template <class T>
+static inline T min(T a, T b) {
+    return a < b ? a : b;
+}
+template <class T>
+static inline T max(T a, T b) {
+    return a < b ? b : a;
+}
 static inline float exp2f(float x) { return __builtin_exp2f(x); }
 static inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
+static inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
+static inline float fabsf(float x) { return __builtin_fabsf(x); }
 static inline float sqrtf(float x) { return __builtin_sqrtf(x); }
 static inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
@@ -40,6 +49,24 @@ static inline unsigned __float_as_uint(float value) {
     unsigned bits;
     memcpy(&bits, &value, 4);
     return bits;
+}
+
+static inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) { return by % 32 ? high << by % 32 | low >> (32 - by % 32) : high; }
+static inline double __longlong_as_double(long long bits) {
+    double value;
+    memcpy(&value, &bits, 8);
+    return value;
+}
+
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __frcp_rn(float x) { return 1.0f / x; }
+
+// Rounded up. The product of what the kernels multiply, a number and a power of two, is exact; so is what the sum lost.
+static inline float __fmaf_ru(float a, float b, float c) {
+    const float product = a * b, sum = product + c;
+    return product - (double(sum) - c) > 0 ? __builtin_nextafterf(sum, __builtin_inff()) : sum;
 }
 
 template <class T>
@@ -56,20 +83,22 @@ static inline void __syncwarp() {
     machine::wait_in_warp([](void* const*) {}, nullptr);
 }
 
+template <class T>
 struct Exchange {
-    float value, received;
+    T value, received;
     int distance;
 };
 
 // Of a whole warp, which is what the kernels ask for.
-static inline float __shfl_xor_sync(unsigned mask, float value, int distance) {
+template <class T>
+static inline T __shfl_xor_sync(unsigned mask, T value, int distance) {
     if (mask != ~0u) machine::fail("exchanges numbers within a part of a warp", threadIdx.x);
-    Exchange mine = {value, 0, distance};
+    Exchange<T> mine = {value, 0, distance};
     machine::wait_in_warp(
         [](void* const* brought) {
             for (int i = 0; i < machine::WARP; ++i) {
-                Exchange& one = *(Exchange*)brought[i];
-                one.received = ((Exchange*)brought[i ^ one.distance])->value;
+                Exchange<T>& one = *(Exchange<T>*)brought[i];
+                one.received = ((Exchange<T>*)brought[i ^ one.distance])->value;
             }
         },
         &mine);

@@ -38,6 +38,9 @@ CHANGED = {"attend": (6, 7), "wide": (5,)}
 KEPT = ("wide", "join")
 """Kernels that write a part of their output each: what is there stays."""
 
+ALIGNED = {"sums": (3,)}
+"""Which arguments start at a multiple of 16 bytes, as the kernel asks, and may end before the page without access."""
+
 OPTIONS = (
     "-std=c++17",
     "-O1",
@@ -61,8 +64,11 @@ class Broken(Exception):
 class Function:
     """One kernel, compiled for the CPU."""
 
-    def __init__(self, library: Path, changed: tuple[int, ...] = (), kept: bool = False) -> None:
+    def __init__(
+        self, library: Path, changed: tuple[int, ...] = (), kept: bool = False, aligned: tuple[int, ...] = ()
+    ) -> None:
         self._changed = changed
+        self._aligned = aligned
         self._kept = kept
         self._launch = ctypes.CDLL(str(library)).launch
         self._launch.restype = ctypes.c_char_p
@@ -82,7 +88,10 @@ class Function:
         self, grid: int, threads: int, shared: int, arguments: Sequence[nvrtc.Argument], reverse: bool
     ) -> list[Tensor]:
         tensors = [one.tensor if isinstance(one, nvrtc.Boxes) else one for one in arguments]
-        copies = [Guarded(one) if isinstance(one, Tensor) else None for one in tensors]
+        copies = [
+            Guarded(one, 16 if place in self._aligned else 1) if isinstance(one, Tensor) else None
+            for place, one in enumerate(tensors)
+        ]
         written = copies[OUT]
         assert written is not None
         if not self._kept:
@@ -116,14 +125,14 @@ def _value(argument: nvrtc.Argument, copy: Guarded | None) -> object:
 
 
 class Guarded:
-    """A copy of a tensor, strides and all, that ends right before a page without access."""
+    """A copy of a tensor, strides and all, that ends before a page without access, as near as it is aligned."""
 
-    def __init__(self, source: Tensor) -> None:
+    def __init__(self, source: Tensor, aligned: int = 1) -> None:
         page = mmap.PAGESIZE
         places = 1 + sum((size - 1) * step for size, step in zip(source.shape, source.stride(), strict=True))
         size = places * source.element_size()
         self.head, self.end = page, page + -(-size // page) * page
-        self.start = self.end - size
+        self.start = (self.end - size) // aligned * aligned
         self.memory = mmap.mmap(-1, self.end + page)
         self.memory[self.head : self.end] = b"\xff" * (self.end - self.head)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
@@ -159,7 +168,7 @@ class Emulator:
         key = hashlib.sha256((text + "".join(file.read_text() for file in sources)).encode()).hexdigest()[:16]
         if key not in self._functions:
             library = self._compile(text, self._folder / f"{name}_{key}")
-            self._functions[key] = Function(library, CHANGED.get(name, ()), name in KEPT)
+            self._functions[key] = Function(library, CHANGED.get(name, ()), name in KEPT, ALIGNED.get(name, ()))
         return self._functions[key]
 
     def _compile(self, text: str, stem: Path) -> Path:
