@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from narrowcast.codecs import checks, fields
 from narrowcast.codecs.options import write_spec
 from narrowcast.kernels import operators
+from narrowcast.kernels.lasting import lasting
 from narrowcast.kernels.layout import ROW, Format, Recipe, layout
 from narrowcast.kernels.operators import linear as multiply
 from narrowcast.kernels.reference import casts
@@ -243,17 +245,15 @@ class Codec:
         """The format and the numbers behind its codes, as operators take them."""
         recipe = self._recipes.get(device)
         if recipe is None:
-            table = self._table(device) if self._tables else None
-            recipe = Recipe(self.format, self.peak, table)
+            recipe = Recipe(self.format, self.peak, self._table(device) if self._tables else None)
             if not torch.compiler.is_compiling():
                 self._recipes[device] = recipe
         return recipe
 
     def _table(self, device: torch.device) -> Tensor:
-        table = self._tables.get(device)
-        if table is None:
-            table = self._tables[device] = self._tables[torch.device("cpu")].to(device)
-        return table
+        if device not in self._tables:
+            self._tables[device] = lasting(lambda: self._tables[torch.device("cpu")].to(device), device)
+        return self._tables[device]
 
     def __repr__(self) -> str:
         return f"codec({self.spec!r})"

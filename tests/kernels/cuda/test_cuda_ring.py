@@ -18,6 +18,7 @@ from narrowcast.kernels.cuda import choose
 from narrowcast.kernels.cuda.formats import KINDS
 from narrowcast.kernels.cuda.launch import launch_ring
 from narrowcast.kernels.cuda.ring import Division, Ring, choose_ring, divide
+from narrowcast.kernels.early import weights_written_long_ago
 from narrowcast.kernels.layout import Element, Recipe, layout
 from sum_bound import bound
 
@@ -61,6 +62,16 @@ def launch(ring: Ring, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | N
     out = torch.full((len(x), len(data)), torch.nan, dtype=x.dtype)
     launch_ring(ring, out, x, data, recipe, bias)
     return out
+
+
+@pytest.mark.parametrize(("spec", "early"), [("int4", False), ("int8", False), ("nf4", True), ("fp8_e4m3", True)])
+def test_in_a_decoder_integers_are_left_to_others(spec: str, early: bool) -> None:
+    recipe = nc.codec(spec).recipe(CPU)
+    x, data, bias = whole(Case(spec, 1, BF16), recipe, 40, 4096)
+    x, data = Guarded(x).tensor, Guarded(data).tensor
+    assert choose.ring_of(x, data, recipe, bias) is not None
+    with weights_written_long_ago():
+        assert (choose.ring_of(x, data, recipe, bias) is not None) == early
 
 
 @pytest.mark.parametrize(("case", "parts", "stages"), CASES, ids=str)

@@ -25,9 +25,10 @@ from narrowcast.kernels.cuda import nvrtc
 from narrowcast.kernels.cuda.cuts import LARGE, TILED, Cut, choose_cut
 from narrowcast.kernels.cuda.formats import BYTES, KINDS, PAIRS, block_of, codes_of, fp8_of, levels_of, scaling_of
 from narrowcast.kernels.cuda.launch import launch_cut, launch_ring, launch_slices, launch_wide
-from narrowcast.kernels.cuda.ring import Ring, choose_ring
+from narrowcast.kernels.cuda.ring import SLOWER_EARLY, Ring, choose_ring, direct_codes
 from narrowcast.kernels.cuda.slices import WIDEST, Slices, choose_slices
 from narrowcast.kernels.cuda.wide import Wide, choose_wide
+from narrowcast.kernels.early import may_read_weights_early
 from narrowcast.kernels.layout import Recipe, layout
 
 _BF16 = torch.bfloat16
@@ -129,6 +130,8 @@ def cut_of(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Cut 
 def ring_of(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Ring | None:
     """How ring.cu does this call, or None if it does not."""
     if len(x) != 1 or _codes(x, data, recipe) is None or not _chip(x.device)[1]:
+        return None
+    if may_read_weights_early() and direct_codes(recipe.format) in SLOWER_EARLY:
         return None
     n, k, kind = len(data), x.shape[1], -1 if bias is None else KINDS[bias.dtype]
     stride = data.stride(0) if n > 1 else layout(recipe.format, k).row_bytes

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.kernels import reference
+from narrowcast.kernels.lasting import lasting
 from narrowcast.kernels.layout import ROW, Element, Format, Recipe, Scale
 
 HERE = Path(__file__).parent
@@ -57,7 +58,7 @@ def levels_of(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Tenso
         return None
     key = (format.element, format.bits, dtype, device, None if table is None else table.data_ptr())
     if key not in _tables:
-        _tables[key] = _make_levels(recipe, dtype, device), table
+        _tables[key] = lasting(lambda: _make_levels(recipe, dtype, device), device), table
     return _tables[key][0]
 
 
@@ -88,9 +89,13 @@ def numbers_of(recipe: Recipe, device: torch.device) -> Tensor | None:
         return None
     key = (recipe.format.element, recipe.format.bits, device, None if recipe.table is None else recipe.table.data_ptr())
     if key not in _tables:
-        low, high = _numbers(recipe, device)
-        _tables[key] = (low if recipe.format.bits == 8 else torch.stack([low, high], 1)).contiguous(), recipe.table
+        _tables[key] = lasting(lambda: _make_numbers(recipe, device), device), recipe.table
     return _tables[key][0]
+
+
+def _make_numbers(recipe: Recipe, device: torch.device) -> Tensor:
+    low, high = _numbers(recipe, device)
+    return (low if recipe.format.bits == 8 else torch.stack([low, high], 1)).contiguous()
 
 
 def _numbers(recipe: Recipe, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,12 @@ PROCESSOR = 228 << 10
 """Shared memory of a processor of Hopper, of which each block takes 1 KiB more than it asks for."""
 
 
+SLOWER_EARLY = (INT4, INT8)
+"""`CODES` that are left to others where weights are read early, as in a decoder. One of 7B shapes made 534 tokens/s in
+int4:block=128 with ring.cu and 650 without; in nf4 604 and 521; int8 was not timed. Of products that follow each other
+at once all are faster (bench/results/decode-h200.md says what is likely behind it)."""
+
+
 class Ring(NamedTuple):
     """How ring.cu divides the work: macros, grid, threads and shared memory."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from narrowcast.kernels.cuda.formats import INT4, KINDS, PAIRS, codes_of, source
 from narrowcast.kernels.cuda.launch import reading
 from narrowcast.kernels.cuda.nvrtc import Int
 from narrowcast.kernels.curves import REACH, fit
+from narrowcast.kernels.lasting import lasting
 from narrowcast.kernels.layout import Format, Recipe, Scale, layout, scaling, to_float32
 
 MOST_RANKS = 16
@@ -157,7 +158,9 @@ def tables_of(recipe: Recipe, device: torch.device) -> Tables | None:
     key = (recipe.format.element, device, None if recipe.table is None else recipe.table.data_ptr())
     if key not in _tables:
         made = _make_tables(recipe.table)
-        _tables[key] = None if made is None else made._replace(numbers=made.numbers.to(device), table=recipe.table)
+        if made is not None:
+            made = made._replace(numbers=lasting(partial(made.numbers.to, device), device), table=recipe.table)
+        _tables[key] = made
     return _tables[key]
 
 
