@@ -25,25 +25,10 @@ constexpr int STAGED = (HELD ? 0 : 512 * RANKS) + (OWN < 0 ? 0 : 1024 / EACH * 1
 extern __shared__ __align__(1024) char memory[];
 
 // Of each byte of two codes: both numbers in fp32 and, 128 bytes behind, in bf16; then the table of CHOICE. Each lane has its own banks.
-// A thread has all of its numbers on their way before it writes the first.
 __device__ __forceinline__ void fill_tables(const u32* numbers) {
-    constexpr int PAIRS_OF_LANES = (256 * 16 + THREADS - 1) / THREADS, HALVES = (256 * 32 + THREADS - 1) / THREADS;
-    uint2 wide[PAIRS_OF_LANES];
-    u32 halves[HALVES];
-#pragma unroll
-    for (int j = 0; j < PAIRS_OF_LANES; ++j) wide[j] = __ldg((const uint2*)numbers + min(int(threadIdx.x + j * THREADS) / 16, 255));
-#pragma unroll
-    for (int j = 0; j < HALVES; ++j) halves[j] = __ldg(numbers + 512 + min(int(threadIdx.x + j * THREADS) / 32, 255));
-#pragma unroll
-    for (int j = 0; j < PAIRS_OF_LANES; ++j) {
-        const u32 i = threadIdx.x + j * THREADS;
-        if (i < 256 * 16) *(uint2*)(memory + i / 16 * 256 + i % 16 * 8) = wide[j];
-    }
-#pragma unroll
-    for (int j = 0; j < HALVES; ++j) {
-        const u32 i = threadIdx.x + j * THREADS;
-        if (i < 256 * 32) *(u32*)(memory + i / 32 * 256 + 128 + i % 32 * 4) = halves[j];
-    }
+    for (u32 i = threadIdx.x; i < 256 * 16; i += THREADS)
+        *(uint2*)(memory + i / 16 * 256 + i % 16 * 8) = make_uint2(__ldg(numbers + i / 16 * 2), __ldg(numbers + i / 16 * 2 + 1));
+    for (u32 i = threadIdx.x; i < 256 * 32; i += THREADS) *(u32*)(memory + i / 32 * 256 + 128 + i % 32 * 4) = __ldg(numbers + 512 + i / 32);
     for (u32 i = threadIdx.x; i < CELLS * 32; i += THREADS)
         *(u32*)(memory + ROOM + i / 32 * CELL + i % 32 * 4) = __ldg(numbers + 768 + i / 32);
 }

@@ -41,7 +41,7 @@ SHAPES = tuple(Shape(*sizes) for sizes in itertools.product((8, 16, 32), (128, 6
 were slower (bench/gpu_wide.py --sweep on an H200)."""
 
 TIMES = {
-    "int4": (0.54, 0.82, 0.72, 1.08, 1.39),
+    "int4": (0.54, 0.82, 0.72, 1.08, 1.30),
     "bytes of rows with one scale": (0.59, 0.91, 0.77, 1.15, 1.40),
     "int8, fp8": (0.70, 1.06, 0.91, 1.34, 1.58),
     "halves of 4 bits": (0.73, 0.99, 0.93, 1.23, 1.49),
