@@ -63,6 +63,8 @@ gpu: $(VENV)/.dev        ## the kernels on a real GPU
 	$(BIN)/pytest -m gpu tests/distributed/transport/test_wire_contract.py tests/distributed/gradients/test_fsdp_cuda.py tests/compat tests/generate
 	$(BIN)/python bench/gpu.py
 	$(BIN)/python bench/gpu_linear.py
+	$(BIN)/python bench/gpu_row.py
+	$(BIN)/python bench/gpu_wide.py
 	$(BIN)/python bench/nccl.py
 	$(BIN)/python bench/fake.py --gpu
 
