@@ -97,6 +97,23 @@ def test_many_rows_of_x_multiply_within_the_bound(kernel: Kernel, spec: str, bat
         assert_close(kernel, nc.codec(spec), rows, numel, batch, dtype, rows == 1000)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+@pytest.mark.parametrize("spec", ["int8", "int4:block=128", "nf4", "fp8_e4m3"])
+@pytest.mark.parametrize("batch", [1, 100, 300])
+def test_weights_that_are_read_early_give_the_same_bits(spec: str, batch: int) -> None:
+    codec = nc.codec(spec)
+    data = codec.encode(torch.randn(4096, 4096, device="cuda"))
+    x = torch.randn(batch, 4096, device="cuda", dtype=torch.bfloat16)
+    with weights_written_long_ago():
+        first = codec.linear(x, data)
+        for _ in range(20):  # of an x that the kernel before has just written
+            again = codec.linear(x * 1, data)
+            assert torch.equal(again, first)
+    if batch > 1:  # one row goes by other kernels there
+        assert torch.equal(codec.linear(x, data), first)
+
+
 @here
 def test_rows_of_a_larger_matrix_and_a_strided_x_are_read_where_they_lie(kernel: Kernel) -> None:
     codec = nc.codec("int4:block=32")
