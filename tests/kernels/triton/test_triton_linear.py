@@ -13,6 +13,7 @@ import torch
 import narrowcast as nc
 from cases import CODECS
 from narrowcast.kernels import reference, triton
+from narrowcast.kernels.early import weights_written_long_ago
 from narrowcast.kernels.operators import Kernel
 from processes import in_interpreter
 from sum_bound import bound
