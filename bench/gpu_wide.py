@@ -62,12 +62,12 @@ def ways(recipe: Recipe, batch: int, n: int, k: int, most: int) -> list[Wide]:
     common = {"CODES": codes, "X": 2, "BIAS": -1, "SCALE": int(recipe.format.scale), "BLOCK": block, "UNROLL": 1}
     common |= {"SCALING": scaling, "FP8": fp8_of(recipe.format)}
     room, processors = choose._chip(device)[0], choose._processors(device)
-    found: list[Wide] = []
+    likeliest: list[Wide] = []
     for shape in SHAPES_OF_TILES:
         if shape.width <= max(64, 2 * batch):
-            made = divisions(common, shape, batch, n, k, processors, room)
-            found += sorted(made, key=lambda wide: cost(wide, k))[:most]
-    return found
+            every = divisions(common, shape, batch, n, k, processors, room)
+            likeliest += sorted(every, key=lambda wide: cost(wide, k))[:most]
+    return likeliest
 
 
 def compile_all(every: set[tuple[tuple[str, int], ...]]) -> None:

@@ -21,11 +21,11 @@ def lasting(make: Callable[[], T], device: torch.device) -> T:
         return make()
     torch.cuda.current_stream(device).synchronize()  # what `make` reads is written
 
-    def made() -> T:
+    def make_and_wait() -> T:
         with torch.cuda.device(device):
             result = make()
             torch.cuda.current_stream().synchronize()
         return result
 
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(made).result()
+        return thread.submit(make_and_wait).result()

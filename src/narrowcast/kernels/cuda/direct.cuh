@@ -6,7 +6,6 @@
 // first octave above it halves lie evenly. So a code needs no exponent of its own, and one multiply-add, which is exact,
 // takes it to a number of ordinary size and takes its offset away.
 
-constexpr bool NARROW = CODES == 1 || CODES == 3;
 constexpr int TABLE = CODES == 3 ? 64 << 10 : 0;
 
 // int4 and int8: the largest power of two is 2^15 or 2^127, the smallest half 2^-24 or 2^-133.
@@ -35,11 +34,6 @@ __device__ __forceinline__ void decode(const u32* words, u32 lane, const void* t
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[i] = i % 2 ? e4m3_pair<true>(words[i / 2]) : e4m3_pair<false>(words[i / 2]);
     }
-}
-
-__device__ __forceinline__ uint4 x_pairs(uint4 v) {
-    if (CODES != 1) return v;
-    return make_uint4(prmt(v.x, v.z, 0x5410), prmt(v.x, v.z, 0x7632), prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
 }
 
 // What a byte stands for, once for every lane: each has a bank of its own. Entries are 256 bytes apart, so that an address is a

@@ -24,7 +24,8 @@ TABLE = 32 << 10
 
 def sources(name: str) -> tuple[Path, ...]:
     """The files that make up a kernel, in order."""
-    parts = {"tile": ("pairs",), "slices": ("pairs",), "wide": ("pairs", "lanes"), "ring": ("direct",)}.get(name, ())
+    pairs = ("codes", "pairs")
+    parts = {"tile": pairs, "slices": pairs, "wide": (*pairs, "lanes"), "ring": ("codes", "direct")}.get(name, ())
     return (*(HERE / f"{part}.cuh" for part in ("instructions", "numbers", *parts)), HERE / f"{name}.cu")
 
 

@@ -8,6 +8,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+// Shared memory has addresses of its own, which count from its beginning.
+__device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
 // Four bytes picked out of eight.
 __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 select) {
     u32 r;
@@ -40,18 +43,17 @@ __device__ __forceinline__ u64 used_once() {
 // Sixteen bytes on their way to shared memory, past the registers; where there are none to read, zeros.
 __device__ __forceinline__ void copy16(void* to, const void* from, bool some, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
-                 :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from), "r"(some ? 16 : 0), "l"(policy) : "memory");
+                 :: "r"(shared_address(to)), "l"(from), "r"(some ? 16 : 0), "l"(policy) : "memory");
 }
 
 // The same of what others read too. (With a policy, and an address that is the same for all threads but for a part that is not,
 // ptxas 13.0 makes an instruction that an H200 does not know.)
 __device__ __forceinline__ void copy16(void* to, const void* from, bool some) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                 :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from), "r"(some ? 16 : 0) : "memory");
+                 :: "r"(shared_address(to)), "l"(from), "r"(some ? 16 : 0) : "memory");
 }
 
-// Shared memory by addresses of its own, which count from its beginning: they are made of bytes. In the order of the program.
-__device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+// Shared memory by an address that was put together. In the order of the program.
 __device__ __forceinline__ float read_shared(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
@@ -177,32 +179,30 @@ struct alignas(64) Map {
     u64 opaque[16];
 };
 
-// Where threads wait for copies, or for each other, in turns that are called even (0) and odd (1).
+// Where threads wait for copies, or for each other (an mbarrier), in phases that are even (0) and odd (1) by turns.
 typedef u64 Gate;
 
-__device__ __forceinline__ u32 place_of_gate(const Gate* gate) { return u32(__cvta_generic_to_shared(gate)); }
-
-// A turn ends when `count` threads have passed and all copies have come that were expected.
+// A phase ends when `count` threads have passed and all copies have come that were expected.
 __device__ __forceinline__ void set_gate(Gate* gate, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(place_of_gate(gate)), "r"(count) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(gate)), "r"(count) : "memory");
 }
 
 // Gates that this thread has set may be used after the next barrier.
 __device__ __forceinline__ void show_gates() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void pass(Gate* gate) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(place_of_gate(gate)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(gate)) : "memory");
 }
 
-// Pass, and make the turn wait for copies of so many bytes too.
+// Pass, and make the phase wait for copies of so many bytes too.
 __device__ __forceinline__ void expect(Gate* gate, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(place_of_gate(gate)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(gate)), "r"(bytes) : "memory");
 }
 
-// Until the turn has ended that was called so. The turn before the first one is odd, and has.
-__device__ __forceinline__ void await_gate(Gate* gate, u32 turn) {
+// Until the phase of this parity has ended. The one before the first is odd, and has.
+__device__ __forceinline__ void await_gate(Gate* gate, u32 phase) {
     asm volatile("{ .reg .pred ended; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1; @ended bra END; bra AGAIN; END: }"
-                 :: "r"(place_of_gate(gate)), "r"(turn) : "memory");
+                 :: "r"(shared_address(gate)), "r"(phase) : "memory");
 }
 
 // That boxes of this tensor will be asked for soon.
@@ -212,7 +212,7 @@ __device__ __forceinline__ void announce(const Map& map) { asm volatile("prefetc
 // i ^ r % 8 (rows of 128 bytes), i ^ r / 2 % 4 (64) or i ^ r / 4 % 2 (32).
 __device__ __forceinline__ void copy_box(void* to, const Map& map, int column, int row, Gate* gate) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 :: "r"(u32(__cvta_generic_to_shared(to))), "l"(&map), "r"(column), "r"(row), "r"(place_of_gate(gate)) : "memory");
+                 :: "r"(shared_address(to)), "l"(&map), "r"(column), "r"(row), "r"(shared_address(gate)) : "memory");
 }
 
 // A barrier of some of the block's warps, `threads` in all. Number 0 is __syncthreads.
@@ -221,10 +221,10 @@ __device__ __forceinline__ void meet(int number, int threads) { asm volatile("ba
 // Bytes of a row, a multiple of sixteen, for which the gate was told to wait.
 __device__ __forceinline__ void copy_line(void* to, const void* from, u32 bytes, Gate* gate) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from), "r"(bytes), "r"(place_of_gate(gate)) : "memory");
+                 :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(gate)) : "memory");
 }
 
-// Two fp8_e4m3, in the low half of a word or its high one, as halves of the kind of x.
+// Two fp8_e4m3, in the low half of a word or its high one, as halves of the kind of x: fp8_pair in fewer instructions.
 template <bool HIGH>
 __device__ __forceinline__ u32 e4m3_pair(u32 word) {
     u32 r;
@@ -268,7 +268,7 @@ __device__ __forceinline__ void await_operands() { asm volatile("wgmma.wait_grou
 // exchanged: lane 8 i + j says where column j of matrix i goes.
 __device__ __forceinline__ void store_turned(void* to, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(u32(__cvta_generic_to_shared(to))), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+                 :: "r"(shared_address(to)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 #if X == 1
@@ -284,14 +284,14 @@ __device__ __forceinline__ void store_turned(void* to, u32 a, u32 b, u32 c, u32 
 typedef u64 Place;
 template <int N>
 __device__ __forceinline__ Place place_of(const void* b) {
-    const u32 from = (u32(__cvta_generic_to_shared(b)) & 0x3FFFF) >> 4;
+    const u32 from = (shared_address(b) & 0x3FFFF) >> 4;
     return u64(128 >> 4) << 32 | N << 16 | from;  // bytes to eight more of N; to the other half
 }
 
 // The same as [N][64 of k], with sixteen bytes i of line n in place i ^ n % 8, so that neither lines nor columns meet a bank
 // twice. It begins at a multiple of 1024 bytes.
 __device__ __forceinline__ Place place_of_lines(const void* b) {
-    const u32 from = (u32(__cvta_generic_to_shared(b)) & 0x3FFFF) >> 4;
+    const u32 from = (shared_address(b) & 0x3FFFF) >> 4;
     return u64(1) << 62 | u64(1024 >> 4) << 32 | 1 << 16 | from;  // the pattern; bytes to eight more of N
 }
 __device__ __forceinline__ Place further(Place b, int many) { return b + u32(many); }

@@ -18,7 +18,8 @@ struct Lane {
 
 __device__ __forceinline__ Lane lane_of(int lane, int there) {
     const u32 t = lane & 3;
-    const u32 pick = CODES == 1 ? (X == 1 ? t | t << 8 : t | (4 + t) << 8) : CODES == 0 ? (t & 1 ? 0x4342 : 0x4140) : t & 1 ? 0x7632 : 0x5410;
+    const u32 of_words = t & 1 ? 0x7632 : 0x5410, of_bytes = t & 1 ? 0x4342 : 0x4140, of_nibbles = X == 1 ? t | t << 8 : t | (4 + t) << 8;
+    const u32 pick = CODES == 1 ? of_nibbles : CODES == 0 ? of_bytes : of_words;
     return {u32(lane), pick, (8 * t + 25) & 31, there ? (X == 1 ? 0x2C003C00u : 0x3E003F80u) : 0};
 }
 
@@ -78,8 +79,9 @@ __device__ __forceinline__ const char* place_in_table(u32 word, u32 turn, u32 la
 __device__ __forceinline__ u32 scaled_integers(u32 word, const Lane& own, Scale scale, u32 top) {
     if (SCALING != 2 || TWO_HALVES) return times(picked_bytes(word, own.pick, top), scale);
     const u32 both = prmt(word ^ 0x80808080u, 0, own.pick);
-    const float low = __uint_as_float(prmt(both, 0x4B000000u, 0x7440)) - 8388736.0f, high = __uint_as_float(prmt(both, 0x4B000000u, 0x7442)) - 8388736.0f;
-    return pair_of(low * __uint_as_float(scale.high), high * __uint_as_float(scale.high));
+    const float low = __uint_as_float(prmt(both, 0x4B000000u, 0x7440)) - 8388736.0f, s = __uint_as_float(scale.high);
+    const float high = __uint_as_float(prmt(both, 0x4B000000u, 0x7442)) - 8388736.0f;
+    return pair_of(low * s, high * s);
 }
 
 // Bytes 2 i and 2 i + 1 of four of a table, or fp8.
@@ -124,8 +126,9 @@ __device__ __forceinline__ void decode(const u32 (&words)[WORDS], int part, cons
             pair = times(neighbours(word, own), scale);
         } else if (SCALING == 2) {
             const uint2 both = *(const uint2*)place_in_table(word, own.turn, own.lane % 16 * 8);
+            const float s = __uint_as_float(scale.high);
             if (TWO_HALVES) pair = fma_pair(both.x, scale.high, times_rest(both, scale));
-            else pair = pair_of(__uint_as_float(both.x) * __uint_as_float(scale.high), __uint_as_float(both.y) * __uint_as_float(scale.high));
+            else pair = pair_of(__uint_as_float(both.x) * s, __uint_as_float(both.y) * s);
         } else {
             pair = times(*(const u32*)place_in_table(word, own.turn, own.lane * 4), scale);
         }

@@ -102,12 +102,12 @@ def _map(address: int, rows: int, apart: int, end: int, line: int, height: int) 
     """CUtensorMap of a tensor of bytes, in which sixteens of `line` bytes are exchanged as `copy_box` says."""
     memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
     aligned = -ctypes.addressof(memory) % MAP_ALIGNMENT
-    made = (c_char * MAP_BYTES).from_buffer(memory, aligned)
+    encoded = (c_char * MAP_BYTES).from_buffer(memory, aligned)
     sizes, strides = (c_uint64 * 2)(end, rows), (c_uint64 * 1)(apart)
     box, each, exchange = (c_uint32 * 2)(line, height), (c_uint32 * 2)(1, 1), {32: 1, 64: 2, 128: 3}[line]
     encode = _driver().cuTensorMapEncodeTiled
-    _check(encode(made, 0, 2, c_void_p(address), sizes, strides, box, each, 0, exchange, L2_256_BYTES, 0))
-    return made
+    _check(encode(encoded, 0, 2, c_void_p(address), sizes, strides, box, each, 0, exchange, L2_256_BYTES, 0))
+    return encoded
 
 
 def _value(argument: Argument) -> ctypes._SimpleCData[int] | c_void_p | ctypes.Array[c_char]:

@@ -2,8 +2,6 @@
 //
 //   CODES  0 int8, 1 int4, 2 table of bytes (8-bit codes), 3 table of pairs (4-bit codes)
 
-constexpr bool NARROW = CODES == 1 || CODES == 3;  // 4-bit codes
-
 // A small integer q in the low bits of a half under this exponent is 1024 + q or 128 + q.
 constexpr u32 MAGIC = X == 1 ? 0x64086408u : 0x43084308u, OFFSET = X == 1 ? 0xE408E408u : 0xC308C308u;
 
@@ -72,11 +70,6 @@ __device__ __forceinline__ void pairs(const u32* words, u32 lane, u32* out, u32 
         out[0] = entry<0>(words[0], lane), out[1] = entry<1>(words[0], lane);
         out[2] = entry<2>(words[0], lane), out[3] = entry<3>(words[0], lane);
     }
-}
-
-__device__ __forceinline__ uint4 x_pairs(uint4 v) {
-    if (CODES != 1) return v;
-    return make_uint4(prmt(v.x, v.z, 0x5410), prmt(v.x, v.z, 0x7632), prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
 }
 
 #if CODES >= 2

@@ -39,14 +39,14 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void ring(const u8* _
     if (!READ_WEIGHTS_EARLY) after_the_last();
     __syncthreads();
     int slot = 0;
-    u32 turn = 0;
+    u32 phase = 0;
     if (part == KS) {
         for (int row = 0; row < rows && lane == 0; row += 8) {
             const int bytes = min(7, rows - row - 1) * stride + row_bytes;  // no gap behind the last
-            await_gate(empty + slot, turn ^ 1);
+            await_gate(empty + slot, phase ^ 1);
             expect(full + slot, bytes);
             copy_line(tiles + slot * tile, w + i64(first + row) * stride, bytes, full + slot);
-            if (++slot == STAGES) slot = 0, turn ^= 1;
+            if (++slot == STAGES) slot = 0, phase ^= 1;
         }
         if (READ_WEIGHTS_EARLY) after_the_last();
     } else {
@@ -67,7 +67,7 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void ring(const u8* _
         for (int row = 0; row < rows; row += 8) {
             float total = 0;
             const u8* const here = own + slot * tile;
-            await_gate(full + slot, turn);
+            await_gate(full + slot, phase);
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
                 const int pair = part + i * KS;
@@ -90,7 +90,7 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void ring(const u8* _
             }
             __syncwarp();
             if (lane == 0) pass(empty + slot);
-            if (++slot == STAGES) slot = 0, turn ^= 1;
+            if (++slot == STAGES) slot = 0, phase ^= 1;
             if (GROUPS == 2) total += __shfl_xor_sync(~0u, total, 1);
             total += __shfl_xor_sync(~0u, total, 2);
             if (t == 0) sums[row + g][part] = total;

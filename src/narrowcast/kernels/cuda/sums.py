@@ -157,10 +157,10 @@ def tables_of(recipe: Recipe, device: torch.device) -> Tables | None:
     """The tables of a format, made once: that reads the levels, and waits for the device. None where there are none."""
     key = (recipe.format.element, device, None if recipe.table is None else recipe.table.data_ptr())
     if key not in _tables:
-        made = _make_tables(recipe.table)
-        if made is not None:
-            made = made._replace(numbers=lasting(partial(made.numbers.to, device), device), table=recipe.table)
-        _tables[key] = made
+        tables = _make_tables(recipe.table)
+        if tables is not None:
+            tables = tables._replace(numbers=lasting(partial(tables.numbers.to, device), device), table=recipe.table)
+        _tables[key] = tables
     return _tables[key]
 
 

@@ -7,8 +7,8 @@
 //
 //   TILES  eights of rows of x.   TEAMS  of four warps, each with 64 rows of W.   STEP  64 or 128 elements.   STAGES  of the ring
 //
-// Jobs 0 to `whole` - 1 are tiles whole; after them each tile is `parts` jobs, whose sums go to `sums` as threads
-// hold them and are added up, in order, by join.cu. With `parts` 1 there is none. Tiles that share rows of W follow each other.
+// Jobs 0 to `whole` - 1 are tiles whole; after them each tile is `parts` jobs, whose sums go to `sums` as
+// threads hold them, and are added up, in order, by join.cu. With `parts` 1 there is none. Tiles that share rows of W follow each other.
 
 constexpr int SENDER = TEAMS * 4, THREADS = TEAMS * 128 + 128, WIDTH = 8 * TILES, HEIGHT = 64 * TEAMS;
 constexpr int LINE = NARROW ? STEP / 2 : STEP, PIECES = LINE / 16;  // bytes of a row of W in a step; sixteens of them
@@ -16,8 +16,9 @@ constexpr int PANEL = WIDTH * 128, OF_X = STEP / 64 * PANEL;        // bytes of 
 constexpr int STAGE = OF_X + HEIGHT * LINE;
 constexpr int GROUPS = BLOCK && BLOCK < STEP ? STEP / BLOCK : 1, EACH = STEP / GROUPS;  // blocks in a step, and elements of one there
 constexpr int HALVES_OF_PIECE = NARROW ? 2 : 1;
-constexpr int AT_START = 65536 / THREADS / 8 * 8, LEFT = AT_START * (TEAMS + 1) - 24;  // registers of a thread; for teams, without the sender's
-constexpr int REGISTERS = LEFT / TEAMS / 8 * 8 > 240 ? 240 : LEFT / TEAMS / 8 * 8;
+// Registers of a thread: of the sender, of all at the start, and of a team, which shares what the sender gives back.
+constexpr int OF_SENDER = 24, AT_START = 65536 / THREADS / 8 * 8, SHARE = (AT_START * (TEAMS + 1) - OF_SENDER) / TEAMS / 8 * 8;
+constexpr int REGISTERS = SHARE > 240 ? 240 : SHARE;
 constexpr int PITCH = 64 * 2 + 16;  // of a row of a team's results
 static_assert(!BLOCK || BLOCK % STEP == 0 || (STEP % BLOCK == 0 && BLOCK % 16 == 0), "a step is not whole blocks, nor a part of one");
 static_assert(STAGE % 1024 == 0 && PIECES % 2 == 0, "a stage is not whole patterns of copies");
@@ -53,7 +54,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void wide(const __grid_const
         return Job{split, first, min(per, steps - first), tile / columns * HEIGHT, tile % columns * WIDTH};
     };
     if (warp >= SENDER) {
-        give_registers<24>();
+        give_registers<OF_SENDER>();
         if (thread > SENDER * 32) return;
         auto send_codes = [&](const Job& job, int step, int slot) {
             expect(full + slot, STAGE);
@@ -81,8 +82,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void wide(const __grid_const
     take_registers<REGISTERS>();
     if (READ_WEIGHTS_EARLY) after_the_last();
     const int g = lane >> 2, t = lane & 3, team = warp / 4;
-    const int own = warp * 16 + g;                            // the first of a lane's rows in a tile
-    const u32 turn = (LINE == 128 ? g : LINE == 64 ? g >> 1 : g >> 2) * 16 % LINE;     // how the copy exchanges sixteens of that row
+    const int own = warp * 16 + g;  // the first of a lane's rows in a tile
+    const u32 turn = (LINE == 128 ? g : LINE == 64 ? g >> 1 : g >> 2) * 16 % LINE;  // how the copy exchanges sixteens of that row
     u8* const results = ring + STAGES * STAGE + team * (WIDTH * PITCH);
     const Lane mine = lane_of(lane, k);
     const u32 top = k ? TOP : 0;
@@ -155,9 +156,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void wide(const __grid_const
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int at = (i + j / 2) * 4 + j % 2 * 2;
-                p[j] = pair_of(fmaf(total[at], row_scale[j % 2], row_bias[j % 2]), fmaf(total[at + 1], row_scale[j % 2], row_bias[j % 2]));
+                p[j] = pair_of(fmaf(total[at], row_scale[j % 2], row_bias[j % 2]),
+                               fmaf(total[at + 1], row_scale[j % 2], row_bias[j % 2]));
             }
-            store_turned(results + (i * 8 + lane / 16 * 8 + lane % 8) * PITCH + (warp % 4 * 16 + lane / 8 % 2 * 8) * 2, p[0], p[1], p[2], p[3]);
+            store_turned(results + (i * 8 + lane / 16 * 8 + lane % 8) * PITCH + (warp % 4 * 16 + lane / 8 % 2 * 8) * 2, p[0], p[1], p[2],
+                         p[3]);
         }
         meet(1 + team, 128);
         for (int i = thread % 128; i < WIDTH * 8; i += 128) {

@@ -118,10 +118,10 @@ def _value(argument: nvrtc.Argument, copy: Guarded | None) -> object:
     assert copy is not None
     memory = ctypes.create_string_buffer(nvrtc.MAP_BYTES + nvrtc.MAP_ALIGNMENT)
     place = -ctypes.addressof(memory) % nvrtc.MAP_ALIGNMENT
-    made = (ctypes.c_uint64 * (nvrtc.MAP_BYTES // 8)).from_buffer(memory, place)
+    words = (ctypes.c_uint64 * (nvrtc.MAP_BYTES // 8)).from_buffer(memory, place)
     numbers = argument._replace(tensor=copy.tensor).numbers
-    made[: len(numbers)] = numbers
-    return made
+    words[: len(numbers)] = numbers
+    return words
 
 
 class Guarded:

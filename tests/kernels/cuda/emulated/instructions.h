@@ -185,7 +185,7 @@ static inline void set_gate(Gate* gate, u32 count) { machine::set_gate(gate, cou
 static inline void show_gates() {}
 static inline void pass(Gate* gate) { machine::pass(gate, 0); }
 static inline void expect(Gate* gate, u32 bytes) { machine::pass(gate, bytes); }
-static inline void await_gate(Gate* gate, u32 turn) { machine::wait_at_gate(gate, turn); }
+static inline void await_gate(Gate* gate, u32 phase) { machine::wait_at_gate(gate, phase); }
 static inline void meet(int number, int threads) { machine::wait_at_barrier(number, threads); }
 template <int COUNT>
 static inline void give_registers() {}

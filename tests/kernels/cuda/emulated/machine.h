@@ -39,13 +39,13 @@ struct Fiber {
     void* brought;
     int barrier, threads;  // which one, and for how many it is
     void* gate;
-    unsigned turn;
+    unsigned phase;
 };
 
-// Where threads wait for `count` others, or for `owed` bytes of copies, in turns.
+// Where threads wait for `count` others, or for `owed` bytes of copies, in phases.
 struct Gate {
     void* at;
-    unsigned count, left, turns;
+    unsigned count, left, phases;
     long owed;
 };
 struct BoxCopy {
@@ -126,15 +126,15 @@ static void set_gate(void* at, unsigned count) {
     gates[gate_count++] = {at, count, count, 0, 0};
 }
 
-static void end_turn(Gate& gate) {
-    if (!gate.left && !gate.owed) gate.left = gate.count, ++gate.turns;
+static void end_phase(Gate& gate) {
+    if (!gate.left && !gate.owed) gate.left = gate.count, ++gate.phases;
 }
 
 static void pass(void* at, long owed) {
     Gate& gate = *gate_at(at);
-    if (!gate.left) return fail("passes a gate once more than its turn is for", threadIdx.x);
+    if (!gate.left) return fail("passes a gate once more than its phase is for", threadIdx.x);
     --gate.left, gate.owed += owed;
-    end_turn(gate);
+    end_phase(gate);
 }
 
 static void copy_box(BoxCopy box) {
@@ -143,10 +143,10 @@ static void copy_box(BoxCopy box) {
     boxes[box_count++] = box;
 }
 
-// Whether the turn has ended; the copies that it waits for come now.
-static bool is_open(void* at, unsigned turn) {
+// Whether the phase has ended; the copies that it waits for come now.
+static bool is_open(void* at, unsigned phase) {
     Gate& gate = *gate_at(at);
-    if (!gate.left && gate.turns % 2 == turn) {
+    if (!gate.left && gate.phases % 2 == phase) {
         int kept = 0;
         for (int i = 0; i < box_count; ++i) {
             if (boxes[i].gate != &gate) {
@@ -158,13 +158,13 @@ static bool is_open(void* at, unsigned turn) {
         }
         box_count = kept;
         if (gate.owed) fail("waits for other bytes than are copied, or before they are asked for", threadIdx.x);
-        end_turn(gate);
+        end_phase(gate);
     }
-    return gate.turns % 2 != turn;
+    return gate.phases % 2 != phase;
 }
 
-static void wait_at_gate(void* at, unsigned turn) {
-    running->gate = at, running->turn = turn;
+static void wait_at_gate(void* at, unsigned phase) {
+    running->gate = at, running->phase = phase;
     wait(AT_GATE);
 }
 
@@ -175,7 +175,7 @@ static bool run_warp(int first, bool reverse) {
         bool any = false, at_gate = false;
         for (int i = 0; i < WARP && !failed(); ++i) {
             Fiber& fiber = warp[reverse ? WARP - 1 - i : i];
-            if (fiber.state == AT_GATE && is_open(fiber.gate, fiber.turn)) fiber.state = RUNS;
+            if (fiber.state == AT_GATE && is_open(fiber.gate, fiber.phase)) fiber.state = RUNS;
             if (fiber.state == RUNS) resume(first + (reverse ? WARP - 1 - i : i)), any = true;
             at_gate |= fiber.state == AT_GATE;
         }
