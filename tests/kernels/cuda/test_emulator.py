@@ -1,4 +1,4 @@
-"""What runs CUDA kernels on a CPU (emulated/): what it forbids, and that its instructions give what the hardware's do."""
+"""What runs CUDA kernels on a CPU (emulated/): what it forbids, and what its instructions give."""
 
 from __future__ import annotations
 

@@ -143,8 +143,11 @@ def divisions(
 
 def cost(wide: Wide, k: int) -> float:
     """About how many microseconds it takes: the jobs that follow each other on a processor, and the sums of parts on
-        their way to memory and back. It is off by 4% of the sweep's 840 times (root mean square; 15% at most), and what it
-    picked there took 0.6% longer than the best on average, 11% at most."""
+    their way to memory and back.
+
+    It is off by 4% of the sweep's 840 times (root mean square; 15% at most), and what it picked there took 0.6% longer
+    than the best on average, 11% at most.
+    """
     shape, divided = wide.shape, wide.tiles - wide.whole
     jobs = divided * wide.parts
     rounds_of_tiles, rounds_of_parts = -(-wide.whole // wide.grid), -(-jobs // wide.grid)
