@@ -57,13 +57,13 @@ inline __mmask16 far_from_one(__m512 scales) {
     return __mmask16(~(near | _mm512_cmp_ps_mask(size, _mm512_setzero_ps(), _CMP_EQ_OQ)));
 }
 
-// x as bf16, near one; returns what it was multiplied with.
-inline float narrow_near_one(const std::vector<float>& x, std::vector<uint16_t>& narrow) {
-    uint32_t most = 0;
-    for (const float& one : x) most = std::max(most, as<uint32_t>(one) & 0x7FFFFFFFu);
-    const float by = nearer(most);
-    narrow.resize(x.size());
-    for (size_t i = 0; i < x.size(); ++i) narrow[i] = uint16_t(as<uint32_t>(x[i] * by) >> 16);
+// bf16 near one, and what it was multiplied with for that.
+inline float bring_near_one(const uint16_t* x, int64_t numel, uint16_t* near) {
+    uint16_t most = 0;
+    for (int64_t i = 0; i < numel; ++i) most = std::max(most, uint16_t(x[i] & 0x7FFF));
+    const float by = nearer(uint32_t(most) << 16);
+    if (by == 1.0f) std::memcpy(near, x, size_t(numel) * 2);
+    else for (int64_t i = 0; i < numel; ++i) near[i] = uint16_t(as<uint32_t>(as<float>(uint32_t(x[i]) << 16) * by) >> 16);
     return by;
 }
 

@@ -18,14 +18,12 @@ inline bool exact_pairs(const Spec& spec, int32_t dtype) {
 }
 
 // Element 8 i + J is the lower half of lane i of vector J, and 8 i + J + 4 the upper one.
-inline void prepare_pairs(const Spec& spec, const Steps& steps, const float* x, float* out, float* gain) {
-    std::vector<float> wide(size_t(steps.all * steps.size));
-    std::vector<uint16_t> narrow;
-    std::memcpy(wide.data(), x, size_t(spec.numel) * 4);
-    *gain = 1.0f / narrow_near_one(wide, narrow);
+inline void prepare_pairs(const Spec& spec, const Steps& steps, const void* x, float* out, float* gain) {
+    std::vector<uint16_t> near(size_t(steps.all * steps.size));
+    *gain = 1.0f / bring_near_one(static_cast<const uint16_t*>(x), spec.numel, near.data());
     for (int64_t step = 0; step < steps.all; ++step) {
         uint16_t dealt[8 * LANES];
-        const uint16_t* from = &narrow[size_t(step * steps.size)];
+        const uint16_t* from = &near[size_t(step * steps.size)];
         for (int j = 0; j < 4; ++j) {
             for (int i = 0; i < 2 * LANES; ++i) dealt[j * 2 * LANES + i] = from[i / 2 * 8 + j + i % 2 * 4];
         }

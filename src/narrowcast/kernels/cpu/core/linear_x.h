@@ -45,11 +45,11 @@ void deal(const float* from, float by, int64_t each, float* out) {
 
 void prepare(const Spec& spec, Floats x, float* out, float* gain) {
     const Steps steps = Steps::of(spec);
+#if defined(__AVX512BF16__)
+    if (steps.direct && exact_pairs(spec, x.dtype)) return prepare_pairs(spec, steps, x.data, out, gain);
+#endif
     std::unique_ptr<float[]> buffer(x.dtype == F32 ? nullptr : new float[size_t(spec.numel)]);
     const float* from = load(x, 0, spec.numel, buffer.get());
-#if defined(__AVX512BF16__)
-    if (steps.direct && exact_pairs(spec, x.dtype)) return prepare_pairs(spec, steps, from, out, gain);
-#endif
     uint32_t most = 0;
     for (int64_t i = 0; i < spec.numel; ++i) most = std::max(most, as<uint32_t>(from[i]) & 0x7FFFFFFFu);
 #if defined(__AVX512VNNI__)

@@ -54,47 +54,12 @@ struct NibblePairs : Packed<4> {
     }
 };
 
-// Integers of 8 bits: the two bytes of their bf16 are looked up, then put beside each other.
-struct BytePairs : Packed<8> {
-    using Kind = Pair;
-    __m512i low[4], high[4], first, second;
-
-    explicit BytePairs(const Spec&) {
-        uint8_t bytes[2][256], order[2][64];
-        for (int i = 0; i < 256; ++i) {
-            const uint16_t code = nearest_bf16(float(int8_t(i)));
-            bytes[0][i] = uint8_t(code), bytes[1][i] = uint8_t(code >> 8);
-        }
-        for (int i = 0; i < 4; ++i) low[i] = _mm512_loadu_si512(bytes[0] + 64 * i), high[i] = _mm512_loadu_si512(bytes[1] + 64 * i);
-        for (int i = 0; i < 64; ++i) {
-            const int element = i / 4 * 4 + i / 2 % 2;
-            order[0][i] = uint8_t(i % 2 * 64 + element), order[1][i] = uint8_t(i % 2 * 64 + element + 2);
-        }
-        first = _mm512_loadu_si512(order[0]), second = _mm512_loadu_si512(order[1]);
-    }
-
-    static NC_FORCED __m512i look_up(const __m512i (&table)[4], __m512i codes, __mmask64 negative) {
-        const __m512i lower = _mm512_permutex2var_epi8(table[0], codes, table[1]);
-        return _mm512_mask_mov_epi8(lower, negative, _mm512_permutex2var_epi8(table[2], codes, table[3]));
-    }
-
-    template <int... J>
-    NC_FORCED void put(Bits word, Vector, Vector, float* out, std::integer_sequence<int, J...>) const {
-        const __m512i codes = (__m512i)word;
-        const __mmask64 negative = _mm512_movepi8_mask(codes);
-        const __m512i lows = look_up(low, codes, negative), highs = look_up(high, codes, negative);
-        _mm512_store_si512(out, _mm512_permutex2var_epi8(lows, first, highs));
-        _mm512_store_si512(out + PANEL, _mm512_permutex2var_epi8(lows, second, highs));
-    }
-};
-
 // f(Code) for the codes of a spec as words of a tile; false for floats, which there are none for.
 template <class F>
 inline bool with_words(const Spec& spec, int32_t way, const F& f) {
     if (spec.element == FP32 || spec.element == FP16 || spec.element == BF16) return false;
     const bool exact = way == Pair::WAY;
     if (exact && crossed(spec)) return f(NibblePairs(spec)), true;
-    if (exact && spec.element == INT && spec.bits == 8) return f(BytePairs(spec)), true;
     float levels[256];
     Spec rounded = spec;
     if (exact && spec.element == LEVELS) {

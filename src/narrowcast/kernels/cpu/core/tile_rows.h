@@ -53,6 +53,7 @@ struct Panel {
         const float limit = spec.element == AFFINE ? 0x1p119f : HUGE_VALF;  // decoding cuts products past the largest number
         for (int r = 0; r < PANEL; ++r) {
             row[r] = data + std::min<int64_t>(r, rows - 1) * stride;
+            for (int64_t at = spec.codes_bytes; at < spec.row_bytes; at += 64) __builtin_prefetch(row[r] + PANEL * stride + at, 0, 2);
             if (steps.all == steps.whole) continue;
             const int64_t done = steps.whole * bytes;
             std::memset(tail[r], 0, 64);

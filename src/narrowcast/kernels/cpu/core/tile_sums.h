@@ -47,12 +47,10 @@ NC_FORCED __m512 add_product(__m512 sum, __m512 weight, __m512 x) {
     else return _mm512_dpbf16_ps(sum, (__m512bh)weight, (__m512bh)x);
 }
 
+// Lines of words times lines of x, which both move on.
 template <class Kind, int VECTORS>
-__attribute__((noinline)) void add_scaled(const Tile& tile, const float* x, float* y) {
-    __m512 sum[VECTORS][2];
-    load_sums(y, sum);
-    const float* words = tile.words;
-    for (const float* end = x + tile.lines * VECTORS * LINE; x < end; x += VECTORS * LINE) {
+NC_FORCED void add_lines(const float*& words, int64_t lines, const float*& x, __m512 (&sum)[VECTORS][2]) {
+    for (const float* end = x + lines * VECTORS * LINE; x < end; x += VECTORS * LINE) {
         fetch<VECTORS>(x);
 #pragma GCC unroll 4
         for (int i = 0; i < LINE; ++i, words += PANEL) {
@@ -65,40 +63,32 @@ __attribute__((noinline)) void add_scaled(const Tile& tile, const float* x, floa
             }
         }
     }
+}
+
+template <class Kind, int VECTORS>
+__attribute__((noinline)) void add_scaled(const Tile& tile, const float* x, float* y) {
+    __m512 sum[VECTORS][2];
+    load_sums(y, sum);
+    const float* words = tile.words;
+    add_lines<Kind>(words, tile.lines, x, sum);
     store_sums(sum, y);
 }
 
 // The same, and the sums of every segment are multiplied with its scales.
 template <int VECTORS>
 __attribute__((noinline)) void add_unscaled(const Tile& tile, const float* x, float* y) {
-    __m512 total[VECTORS][2];
-    load_sums(y, total);
     const float *words = tile.words, *scales = tile.scales;
     for (int64_t lines = tile.lines; lines > 0; lines -= tile.segment, scales += PANEL) {
-        __m512 sum[VECTORS][2];
-#pragma GCC unroll 14
-        for (int b = 0; b < VECTORS; ++b) sum[b][0] = sum[b][1] = _mm512_setzero_ps();
-        for (const float* end = x + std::min(lines, tile.segment) * VECTORS * LINE; x < end; x += VECTORS * LINE) {
-            fetch<VECTORS>(x);
-#pragma GCC unroll 8
-            for (int i = 0; i < LINE; ++i, words += PANEL) {
-                const __m512 first = _mm512_load_ps(words), second = _mm512_load_ps(words + LANES);
-#pragma GCC unroll 14
-                for (int b = 0; b < VECTORS; ++b) {
-                    const __m512 one = _mm512_set1_ps(x[b * LINE + i]);
-                    sum[b][0] = add_product<Pair>(sum[b][0], first, one);
-                    sum[b][1] = add_product<Pair>(sum[b][1], second, one);
-                }
-            }
-        }
+        __m512 sum[VECTORS][2] = {};
+        add_lines<Pair>(words, std::min(lines, tile.segment), x, sum);
         const __m512 first = _mm512_load_ps(scales), second = _mm512_load_ps(scales + LANES);
 #pragma GCC unroll 14
         for (int b = 0; b < VECTORS; ++b) {
-            total[b][0] = _mm512_fmadd_ps(sum[b][0], first, total[b][0]);
-            total[b][1] = _mm512_fmadd_ps(sum[b][1], second, total[b][1]);
+            float* total = y + b * PANEL;
+            _mm512_store_ps(total, _mm512_fmadd_ps(sum[b][0], first, _mm512_load_ps(total)));
+            _mm512_store_ps(total + LANES, _mm512_fmadd_ps(sum[b][1], second, _mm512_load_ps(total + LANES)));
         }
     }
-    store_sums(total, y);
 }
 
 template <class Kind, int... N>

@@ -21,22 +21,23 @@ namespace {
 
 constexpr int PANEL = 2 * LANES;      // rows of a tile
 constexpr int LINE = 16;              // words of a cache line
+constexpr int GROUP = 14;             // vectors whose sums are in registers at the same time
 constexpr int64_t TILE = 192;         // words of each row in a tile, at most: 24 KB in all
 constexpr int64_t MANY_VECTORS = 96;  // of bf16, from which on ScaledPair is faster: bench/linear_batches.py
 
-// PER: elements of a word. GROUP: vectors whose sums are in registers at the same time. SCALED: whether words have their scale.
+// PER: elements of a word. SCALED: whether words have their scale.
 struct Single {
-    static constexpr int WAY = 1, PER = 1, GROUP = 14;
+    static constexpr int WAY = 1, PER = 1;
     static constexpr bool SCALED = true;
 };
 
 struct Pair {
-    static constexpr int WAY = 2, PER = 2, GROUP = 7;
+    static constexpr int WAY = 2, PER = 2;
     static constexpr bool SCALED = false;
 };
 
 struct ScaledPair {
-    static constexpr int WAY = 3, PER = 2, GROUP = 14;
+    static constexpr int WAY = 3, PER = 2;
     static constexpr bool SCALED = true;
 };
 
@@ -63,10 +64,7 @@ struct Cut {
 // Vectors in groups that are as even as can be.
 struct Groups {
     int64_t count, size, larger;
-    Groups(int64_t batch, int32_t way) {
-        const int64_t most = way == Pair::WAY ? Pair::GROUP : Single::GROUP;
-        count = (batch + most - 1) / most, size = batch / count, larger = batch % count;
-    }
+    explicit Groups(int64_t batch) : count((batch + GROUP - 1) / GROUP), size(batch / count), larger(batch % count) {}
     int64_t begin(int64_t group) const { return group * size + std::min(group, larger); }
     int64_t of(int64_t b) const { return b < larger * (size + 1) ? b / (size + 1) : (b - larger) / size; }
 };
@@ -79,24 +77,32 @@ inline bool fits_pairs(const Spec& spec) {
     return levels_near_one(spec);
 }
 
-void pack(const Spec& spec, const Product& product, int64_t b, float* packed, float* gain) {
-    const Cut cut(Steps::of(spec), product.way);
-    const Groups groups(product.batch, product.way);
-    const bool pairs = in_pairs(product.way);
+// The lines of vector b, zeros behind its end, where its group has them.
+void deal_lines(const Cut& cut, const Groups& groups, const Product& product, int64_t b, const char* line, float* packed) {
     const int64_t group = groups.of(b), begin = groups.begin(group), size = groups.begin(group + 1) - begin;
-    const int64_t element = product.x.dtype == F32 ? 4 : 2, all = cut.all_lines * LINE * (pairs ? 2 : 1);
-    const Floats x{static_cast<const uint8_t*>(product.x.data) + b * product.x_stride * element, product.x.dtype};
-    std::vector<float> wide(static_cast<size_t>(all));
-    const float* from = load(x, 0, spec.numel, wide.data());
-    if (from != wide.data()) std::memcpy(wide.data(), from, size_t(spec.numel) * 4);
-    std::vector<uint16_t> narrow;
-    *gain = pairs ? 1.0f / narrow_near_one(wide, narrow) : 1.0f;
-    if (product.way == Pair::WAY && crossed(spec)) cross(narrow);
-    const char* line = pairs ? reinterpret_cast<const char*>(narrow.data()) : reinterpret_cast<const char*>(wide.data());
     for (int64_t tile = 0; tile < cut.tiles; ++tile) {
         const int64_t lines = cut.lines_of(tile);
         float* to = packed + (tile * cut.lines * product.batch + begin * lines + (b - begin)) * LINE;
         for (int64_t i = 0; i < lines; ++i, line += 4 * LINE) std::memcpy(to + i * size * LINE, line, 4 * LINE);
+    }
+}
+
+void pack(const Spec& spec, const Product& product, int64_t b, float* packed, float* gain) {
+    const Cut cut(Steps::of(spec), product.way);
+    const Groups groups(product.batch);
+    const int64_t element = product.x.dtype == F32 ? 4 : 2;
+    const uint8_t* x = static_cast<const uint8_t*>(product.x.data) + b * product.x_stride * element;
+    if (in_pairs(product.way)) {
+        std::vector<uint16_t> near(size_t(cut.all_lines * 2 * LINE));
+        *gain = 1.0f / bring_near_one(reinterpret_cast<const uint16_t*>(x), spec.numel, near.data());
+        if (product.way == Pair::WAY && crossed(spec)) cross(near);
+        deal_lines(cut, groups, product, b, reinterpret_cast<const char*>(near.data()), packed);
+    } else {
+        std::vector<float> wide(size_t(cut.all_lines * LINE));
+        const float* from = load(Floats{x, product.x.dtype}, 0, spec.numel, wide.data());
+        if (from != wide.data()) std::memcpy(wide.data(), from, size_t(spec.numel) * 4);
+        *gain = 1.0f;
+        deal_lines(cut, groups, product, b, reinterpret_cast<const char*>(wide.data()), packed);
     }
 }
 

@@ -49,7 +49,7 @@ void tile_rows(const Code& code, const Spec& spec, const Product& product, int64
     using Kind = typename Code::Kind;
     const Steps steps = Steps::of<Code>(spec);
     const Cut cut(steps, Kind::WAY);
-    const Groups groups(product.batch, Kind::WAY);
+    const Groups groups(product.batch);
     Panel panel(spec);
     const size_t kept = size_t(cut.lines * LINE * PANEL), sums = size_t(product.batch * PANEL);
     std::unique_ptr<float[]> memory(new float[kept + sums + LINE]);
@@ -67,7 +67,7 @@ void tile_rows(const Code& code, const Spec& spec, const Product& product, int64
             const float* x = product.prepared + i * cut.lines * product.batch * LINE;
             for (int64_t group = 0; group < groups.count; ++group) {
                 const int64_t begin = groups.begin(group), size = groups.begin(group + 1) - begin;
-                add_group<Kind>(size, tile, x + begin * tile.lines * LINE, y + begin * PANEL, std::make_integer_sequence<int, Kind::GROUP>());
+                add_group<Kind>(size, tile, x + begin * tile.lines * LINE, y + begin * PANEL, std::make_integer_sequence<int, GROUP>());
                 if (i == cut.tiles - 1) place.put(begin, begin + size, y);  // its stores take place while the next group is multiplied
             }
         }
