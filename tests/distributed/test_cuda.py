@@ -170,9 +170,10 @@ def one_rank_over_nccl(rank: int) -> None:
     assert peers.nccl
 
     limit = datetime.timedelta(seconds=30)
-    wire = NcclWire(GlooWire(Gloo(dist.PrefixStore("test", store), 0, [0], limit, limit)), store)
+    control = GlooWire(Gloo(dist.PrefixStore("test", store), 0, [0], limit, limit))
+    wire = NcclWire(control, store, torch.device("cuda", 0))
     sent, received = torch.arange(64, dtype=torch.uint8).cuda(), torch.zeros(64, dtype=torch.uint8).cuda()
-    wire._group.alltoall([received], [sent]).wait()
+    wire._groups[0].alltoall([received], [sent]).wait()
     assert torch.equal(sent, received)
     assert list(wire.expect([received])()) == []  # a rank alone has no peers, but NCCL's call is made
     wire.close()

@@ -61,9 +61,9 @@ __device__ __forceinline__ float score_of(const Eight& query, const Eight& key) 
     return sum;
 }
 
-extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void attend(const u16* __restrict__ queries, const u16* __restrict__ keys,
-                                                                u16* __restrict__ out, const u16* __restrict__ values,
-                                                                const float* __restrict__ turns, const i64* __restrict__ at,
+extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void attend(const u16* queries, const u16* keys,
+                                                                u16* __restrict__ out, const u16* values,
+                                                                const float* __restrict__ turns, const i64* at,
                                                                 u16* key_cache, u16* value_cache, int key_heads, i64 q_stride,
                                                                 i64 k_stride, i64 v_stride, i64 cache_stride, i64 head_stride) {
     __shared__ float tops[KS][HEADS], masses[KS][HEADS], mixes[KS][HEADS][SIZE];

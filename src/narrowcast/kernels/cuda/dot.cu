@@ -24,8 +24,8 @@ struct Stage {
     u32 scale[ROWS];  // as it lies in memory
 };
 
-extern "C" __global__ __launch_bounds__(TEAMS* KS * 32, RESIDENT / (TEAMS * KS * 32)) void dot(const u8* __restrict__ w, const void* __restrict__ x,
-                                                               void* __restrict__ y, const void* __restrict__ bias, int n, int k,
+extern "C" __global__ __launch_bounds__(TEAMS* KS * 32, RESIDENT / (TEAMS * KS * 32)) void dot(const u8* __restrict__ w, const void* x,
+                                                               void* __restrict__ y, const void* bias, int n, int k,
                                                                i64 stride, int scales) {
     extern __shared__ float4 xs[];
     __shared__ float sums[2][TEAMS][KS][ROWS];

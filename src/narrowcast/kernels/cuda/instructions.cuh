@@ -77,6 +77,9 @@ __device__ __forceinline__ void admit_the_next() {
 
 // What kernels before this one wrote may be read from here on, and nothing is written before. Weights may be read earlier
 // where READ_WEIGHTS_EARLY is set: the caller knows that they were written long ago (kernels/early.py).
+//
+// Pointers to what those kernels write (x, sums, a bias, queries, the cache) must not be `const __restrict__`, and __ldg must not
+// read it: the compiler takes such memory for one that nobody writes, and moves its loads ahead of this wait.
 __device__ __forceinline__ void after_the_last() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -2,7 +2,7 @@
 // the tiles from `whole` on. A thread takes four sums, as a lane of wgmma has them: rows g and g + 8 of W, two rows of x. It exchanges
 // two of them with the lane of row g ^ 1, so that it stores pairs of neighbours.
 
-extern "C" __global__ __launch_bounds__(256) void join(const float4* __restrict__ sums, const void* __restrict__ bias,
+extern "C" __global__ __launch_bounds__(256) void join(const float4* sums, const void* bias,
                                                        u16* __restrict__ y, int batch, int n, int columns, int whole) {
     constexpr int THREADS = TEAMS * 128, EACH = TILES * THREADS, BLOCKS = EACH / 256;
     admit_the_next();

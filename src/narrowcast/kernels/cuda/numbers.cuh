@@ -8,8 +8,8 @@ constexpr int AHEAD = UNROLL;
 
 template <int KIND>
 __device__ __forceinline__ float number(const void* p, i64 i) {
-    if (KIND == 0) return __ldg((const float*)p + i);
-    u32 bits = __ldg((const u16*)p + i);
+    if (KIND == 0) return ((const float*)p)[i];
+    const u32 bits = ((const u16*)p)[i];
     return KIND == 1 ? half_value(bits) : __uint_as_float(bits << 16);
 }
 

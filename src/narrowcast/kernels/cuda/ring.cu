@@ -22,8 +22,8 @@ static_assert(BLOCK || !SCALE, "rows with one scale are not for this kernel");
 // Where the rows of a block begin.
 __device__ __forceinline__ int first_row(int n, u32 block) { return u64(u32(n)) * block / gridDim.x; }
 
-extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void ring(const u8* __restrict__ w, const u16* __restrict__ x, void* __restrict__ y,
-                                                                     const void* __restrict__ bias, const u32* __restrict__ levels, int n,
+extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void ring(const u8* __restrict__ w, const u16* x, void* __restrict__ y,
+                                                                     const void* bias, const u32* __restrict__ levels, int n,
                                                                      int k, int stride, int row_bytes, int scales) {
     extern __shared__ __align__(1024) uint4 shared[];
     const int lane = threadIdx.x & 31, part = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;

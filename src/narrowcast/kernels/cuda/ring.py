@@ -31,10 +31,10 @@ PROCESSOR = 228 << 10
 """Shared memory of a processor of Hopper, of which each block takes 1 KiB more than it asks for."""
 
 
-SLOWER_EARLY = (INT4, INT8)
-"""`CODES` that are left to others where weights are read early, as in a decoder. One of 7B shapes made 534 tokens/s in
-int4:block=128 with ring.cu and 650 without; in nf4 604 and 521; int8 was not timed. Of products that follow each other
-at once all are faster (bench/results/decode-h200.md says what is likely behind it)."""
+SLOWER_EARLY = (INT4,)
+"""`CODES` that are left to others where weights are read early, as in a decoder. Of products that follow each other at
+once all are faster by ring.cu, but a decoder of 7B shapes makes fewer tokens/s with it in int4:block=128, and more in
+the others (bench/results/decode-h200.md, which says what is likely behind it)."""
 
 
 class Ring(NamedTuple):
@@ -69,7 +69,7 @@ def choose_ring(format: Format, n: int, k: int, stride: int, kind: int, bias: in
     if codes is None or kind == 0 or k not in TIMED or stride > row_bytes + row_bytes // 8:
         return None
     small = n <= 32 * processors
-    first = Division(16 if small and codes == INT4 else 8, 2, 1 if small or codes == INT4 else 2)
+    first = Division(16 if small and codes == INT4 else 8, 2, 1 if codes == INT4 or (small and codes != PAIRS) else 2)
     rings = (divide(format, n, k, stride, kind, bias, processors, way) for way in (first, Division(16, 1, 1)))
     return next((ring for ring in rings if ring is not None), None)
 

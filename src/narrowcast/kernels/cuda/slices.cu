@@ -25,8 +25,8 @@ constexpr int WIDTH = BLOCK ? BLOCK : 1, NEAR = TILES < 4 ? TILES : 4;
 
 // In a warp, lane 4 g + t has rows g of all eights. It copies bytes 16 t to 16 t + 15 of each row's chunk, and reads its part of
 // each block of a chunk: a stage has [eight][block][row][byte], so that neither meets a bank twice.
-extern "C" __global__ __launch_bounds__(KS * 32, 1) void slices(const u8* __restrict__ w, const u16* __restrict__ x, void* __restrict__ y,
-                                                                const void* __restrict__ bias, const u32* __restrict__ levels,
+extern "C" __global__ __launch_bounds__(KS * 32, 1) void slices(const u8* __restrict__ w, const u16* x, void* __restrict__ y,
+                                                                const void* bias, const u32* __restrict__ levels,
                                                                 int batch, int n, int k, i64 stride, int scales, i64 x_stride,
                                                                 int parts) {
     extern __shared__ uint4 shared[];
@@ -78,7 +78,7 @@ extern "C" __global__ __launch_bounds__(KS * 32, 1) void slices(const u8* __rest
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
             uint4 v = make_uint4(0, 0, 0, 0);
-            if (row < batch && at + u * 8 < k) v = x_pairs(__ldg((const uint4*)(x + row * x_stride + at + u * 8)));
+            if (row < batch && at + u * 8 < k) v = x_pairs(*(const uint4*)(x + row * x_stride + at + u * 8));
             uint4* const unit = shared + (i / TILES * UNITS + u) * (TILES * 32);
 #if TEAM == 4  // [unit][mma][half of its k][row of x][lane's pair]
             u32* const to = (u32*)unit + row * 4 + t;

@@ -39,8 +39,8 @@ struct Stage {
 // and g + 8 of every sixteen, elements [t * LANE, (t + 1) * LANE) of the chunk. TILES 0: x lies in shared memory, and all
 // eight columns of B are the same x, or, where a chunk holds GROUPS blocks, 8 / GROUPS columns are x in one block and zero in the
 // others, so that the sums of blocks come apart. Else x comes through L1, eight rows of it to a tile.
-extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile(const u8* __restrict__ w, const u16* __restrict__ x,
-                                                                                void* __restrict__ y, const void* __restrict__ bias,
+extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile(const u8* __restrict__ w, const u16* x,
+                                                                                void* __restrict__ y, const void* bias,
                                                                                 const u32* __restrict__ levels, int batch, int n,
                                                                                 int k, i64 stride, int scales, i64 x_stride) {
     constexpr int HEIGHT = 16 * TALL, WIDTH = TILES ? 8 * TILES : 1, COLUMNS = TILES ? TILES : 1;
@@ -111,7 +111,7 @@ extern "C" __global__ __launch_bounds__(KS * 32, RESIDENT / (KS * 32)) void tile
                     for (int i = 0; i < COLUMNS; ++i) {
                         const u16* column = x + min(i * 8 + g, batch - 1) * x_stride + at + u * 8;
                         if (!TILES) v[i] = xs[(mine ? c : chunks) * (CHUNK / 8) + u * 4 + t];
-                        else if (at < k) v[i] = x_pairs(__ldg((const uint4*)column));
+                        else if (at < k) v[i] = x_pairs(*(const uint4*)column);
                     }
 #pragma unroll
                     for (int m = 0; m < TALL; ++m) {

@@ -1,6 +1,6 @@
 // y [batch, n] = the sum of `sums` [PARTS, batch, n], in order, + bias; a thread takes WIDE neighbours, 1 or 4.
 
-extern "C" __global__ __launch_bounds__(256) void total(const float* __restrict__ sums, const void* __restrict__ bias, void* __restrict__ y,
+extern "C" __global__ __launch_bounds__(256) void total(const float* sums, const void* bias, void* __restrict__ y,
                                                         i64 count, int n) {
     admit_the_next();
     after_the_last();

@@ -28,7 +28,7 @@ struct Job {
 };
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void wide(const __grid_constant__ Map codes, const __grid_constant__ Map inputs,
-                                                              u16* __restrict__ y, const void* __restrict__ bias,
+                                                              u16* __restrict__ y, const void* bias,
                                                               const u32* __restrict__ levels, float4* __restrict__ sums,
                                                               const u8* __restrict__ w, int batch, int n, int k, u32 stride, u32 scales,
                                                               int columns, int whole, int parts) {
