@@ -48,21 +48,22 @@ TIMING_LIMIT_S = 60.0
 
 
 class Child:
-    """The process of a contender, and what it has said."""
+    """The process of a contender, and what it has said. It is not given --only, which Inductor reads, too."""
 
     def __init__(self, name: str, given: argparse.Namespace, events: queue.Queue[Child]) -> None:
         self.name, self._ended = name, False
         self.said: dict[str, Any] = {}
-        own = given.folder / str(NAMES.index(name))
+        own: Path = given.folder / str(NAMES.index(name))
         own.mkdir()
         self._log = own / "log"
         environment = {
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(own / "inductor"),
             "TRITON_CACHE_DIR": str(own / "triton"),
-            "TORCHINDUCTOR_COMPILE_THREADS": "2",
+            "TORCHINDUCTOR_COMPILE_THREADS": "4",
         }
-        options = [*sys.argv[1:], "--contender", name, "--folder", str(given.folder)]
+        options = [f"--{option}={getattr(given, option)}" for option in ("shape", "tokens", "device", "folder")]
+        options += [f"--contender={name}", *([f"--layers={given.layers}"] if given.layers else [])]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(CONTENDER), *options],
