@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
 
 import narrowcast as nc
 from narrowcast.kernels.cuda.attention import division
@@ -42,7 +44,8 @@ def plan(name: str, spec: str, batch: int) -> Defines:
     assert codes is not None
     if name in ("dot", "tile"):
         cut = choose_cut(codes, format, batch, 4096, 4096, 2, 2, 132)
-        assert cut is not None and cut.name == name
+        assert cut is not None
+        assert cut.name == name
         return cut.defines
     if name == "ring":
         ring = choose_ring(format, 4096, 4096, nc.codec(spec).row_bytes(4096), 2, 2, 132)

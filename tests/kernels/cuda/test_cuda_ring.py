@@ -64,8 +64,8 @@ def launch(ring: Ring, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | N
     return out
 
 
-@pytest.mark.parametrize(("spec", "early"), [("int4", False), ("int8", False), ("nf4", True), ("fp8_e4m3", True)])
-def test_in_a_decoder_integers_are_left_to_others(spec: str, early: bool) -> None:
+@pytest.mark.parametrize(("spec", "early"), [("int4", False), ("int8", True), ("nf4", True), ("fp8_e4m3", True)])
+def test_in_a_decoder_int4_is_left_to_others(spec: str, early: bool) -> None:
     recipe = nc.codec(spec).recipe(CPU)
     x, data, bias = whole(Case(spec, 1, BF16), recipe, 40, 4096)
     x, data = Guarded(x).tensor, Guarded(data).tensor
