@@ -16,7 +16,7 @@ CLASSES = (
     ("attention", r"^attend$|attend_kernel|combine_kernel|fmha|flash|attention|softmax"),
     ("norms", r"add_norm|rms_norm|RMSNorm"),
     ("gates", r"gate_kernel|silu"),
-    ("products", r"^(dot|tile|slices|total)$|linear_kernel|gemm|gemv|cutlass|nvjet|splitK|cublas"),
+    ("products", r"^(dot|tile|ring|slices|wide|join|total)$|linear_kernel|gemm|gemv|cutlass|nvjet|splitK|cublas"),
 )
 """The first that is found in a kernel's name; what is none of them is glue."""
 

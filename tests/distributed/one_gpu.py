@@ -2,6 +2,10 @@
 
 NCCL refuses two ranks on one GPU of a host, and tells hosts apart by NCCL_HOSTID. With another one for each rank it
 takes its sockets, over loopback. Without MPS the ranks take turns on the GPU: right, but slow and not to be timed.
+
+Under MPS a process gets few hardware queues if it does not ask for more, and kernels of independent streams wait for
+each other in them: reductions slowed the matmuls beside them twice as much (bench/results/nccl.md). All processes
+share one pool of queues: with 32 for each of four there was no memory for the last one.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ def environment(rank: int) -> dict[str, str]:
         "NCCL_NET": "Socket",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_CUMEM_ENABLE": "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "16",
         "GLOO_SOCKET_IFNAME": "lo",
     }
 

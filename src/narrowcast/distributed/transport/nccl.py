@@ -219,6 +219,7 @@ class NcclWire:
     def _communicator(self, store: dist.Store, name: str) -> Any:
         """A communicator that leaves failures to this wire: torch's own watchdog would end the process."""
         options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True  # as the lane's: lane.py
         options._timeout = max(10 * self._timeout, timedelta(minutes=10))
         with _environment:
             before = os.environ.get(_HANDLING)
