@@ -1,7 +1,8 @@
 """At how many vectors of x which way of multiplying encoded rows is the fastest on a CPU, by x's dtype.
 
 Few vectors are multiplied with rows as they are, many with tiles of decoded rows: the core's own where there are any
-for the format and the CPU, else torch's (operators/linear.py). Chosen by bench/linear_batches.py.
+for the format and the CPU, in matrix registers or in vectors, else torch's (operators/linear.py). Chosen by
+bench/linear_batches.py.
 """
 
 from __future__ import annotations
@@ -16,3 +17,6 @@ MAX_BATCH_AVX2 = MAX_BATCH | {torch.float32: 16}
 TILES_FROM = {torch.float32: 7, torch.float16: 7, torch.bfloat16: 4}
 """Vectors from which on the core's own tiles (core/tile_x.h, AVX-512) are faster than rows as they are:
 bench/linear_batches.py, on a Zen 4 core."""
+MATRIX_FROM = 4
+"""Vectors of bf16 from which on a CPU's matrix registers (core/matrix_x.h, AMX) are faster than either:
+bench/linear_batches.py, on a Xeon with AMX."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from narrowcast import kernels
 from narrowcast.kernels import reference
 from narrowcast.kernels.contract import Kernel
-from narrowcast.kernels.cpu.batches import MAX_BATCH, MAX_BATCH_AVX2, TILES_FROM
+from narrowcast.kernels.cpu.batches import MATRIX_FROM, MAX_BATCH, MAX_BATCH_AVX2, TILES_FROM
 from narrowcast.kernels.cpu.reinstall import reinstall_command
 from narrowcast.kernels.cpu.spec import conv_sizes, spec_of
 from narrowcast.kernels.cpu.threads import GRAIN, LINEAR_GRAIN, openmp, team, threads_for
@@ -26,14 +26,14 @@ from narrowcast.kernels.moments import Step, second_recipe
 from narrowcast.kernels.reference import search
 from narrowcast.kernels.windows import LONGEST, Window
 
-ABI = 10
+ABI = 11
 ISAS = ("plain", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 LIBRARY = "_narrowcast_core"
 
 UNKNOWN = 2
-"""What nc_linear_tiles returns where there are no tiles for a format or on this CPU, and nc_integer_conv where its
-input holds a NaN, or its grid is none that it knows."""
+"""What nc_linear_tiles and nc_linear_matrix return where there are no tiles for a format or on this CPU, and
+nc_integer_conv where its input holds a NaN, or its grid is none that it knows."""
 
 LARGE = 1 << 22
 """Bytes from which on new memory is worth a word to the kernel."""
@@ -43,15 +43,15 @@ class Native(Kernel):
     """The operations on CPU tensors.
 
     `linear` takes no fp64, and more than MAX_BATCH vectors only where there are tiles for the format. The bits of a
-    result depend on its row, its x, and whether vectors are few or many (TILES_FROM, and MANY_VECTORS of
-    core/tile_x.h): not on the number of threads, nor on the other vectors of the batch.
+    result depend on its row, its x, the CPU, and whether vectors are few or many (TILES_FROM, MATRIX_FROM, and
+    MANY_VECTORS of core/tile_x.h): not on the number of threads, nor on the other vectors of the batch.
     """
 
     def __init__(self, library: ctypes.CDLL, isa: int) -> None:
         self.name = f"native/{ISAS[isa]}"
         self.library, self.isa = library, isa
         self.max_batch = MAX_BATCH_AVX2 if ISAS[isa] == "avx2" else MAX_BATCH
-        self.tiles_from = TILES_FROM
+        self.tiles_from, self.matrix_from = TILES_FROM, MATRIX_FROM
         address, i32, i64 = c_void_p, c_int32, c_int64
         summands = (address, address, i64, i64, address, i32, i64, i64)
         self._nc_fresh = library.nc_fresh
@@ -66,6 +66,7 @@ class Native(Kernel):
         product = (*factors, address, i32, address, i64, i32, i32)
         self._nc_linear = function(library, "nc_linear", *product)
         self._nc_linear_tiles = function(library, "nc_linear_tiles", *product)
+        self._nc_linear_matrix = function(library, "nc_linear_matrix", *product)
         slices = (address, address, address, i32, i64, i64, i64)
         self._nc_fake_quantize = function(library, "nc_fake_quantize", *slices, *(address,) * 4, i32, i32, i32, i32)
         matrices = (address, i64, i64, i64, address, i64, i64)
@@ -151,7 +152,9 @@ class Native(Kernel):
         vectors = x.data_ptr(), DTYPES[x.dtype], x_stride, batch
         threads = team(data.numel() * batch, LINEAR_GRAIN)
         given = *rows, *vectors, address, dtype, out.data_ptr(), out.stride()[0], threads, self.isa
-        failed = self._nc_linear_tiles(*given) if batch >= self.tiles_from[x.dtype] else UNKNOWN
+        failed = self._nc_linear_matrix(*given) if batch >= self.matrix_from else UNKNOWN
+        if failed == UNKNOWN and batch >= self.tiles_from[x.dtype]:
+            failed = self._nc_linear_tiles(*given)
         if failed == UNKNOWN and batch <= self.max_batch[x.dtype]:
             failed = self._nc_linear(*given)
         if failed != UNKNOWN:

@@ -90,6 +90,7 @@ class Step(ctypes.Structure):
         ("turns", c_void_p),
         ("places", c_void_p),
         ("tiles_from", c_int64),
+        ("matrix_from", c_int64),
         ("linear_grain", c_int64),
         ("attend_threads", c_int64),
         ("threads", c_int64),
@@ -111,7 +112,7 @@ class Layers:
         width, hidden, queries = first.out.rows.shape[0], first.narrow.numel, first.out.numel
         self._step = Step(DTYPES[dtype], batch, width, hidden, cache_layout(first.keys, queries))
         self._step.linear_grain, self._step.isa = LINEAR_GRAIN, kernel.isa
-        self._step.tiles_from = kernel.tiles_from[dtype]
+        self._step.tiles_from, self._step.matrix_from = kernel.tiles_from[dtype], kernel.matrix_from
         self._nc_layers = function(kernel.library, "nc_layers", c_void_p, c_void_p, c_int64, c_void_p, c_void_p)
 
     def __call__(self, x: Tensor, at: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ int32_t encode_large(const Kernels& k, const Spec& spec, Floats row, uint8_t* ou
 
 }  // namespace
 
-NC_EXPORT int32_t nc_abi() { return 10; }
+NC_EXPORT int32_t nc_abi() { return 11; }
 
 // The best of plain (0), avx2 (1) and avx512 (2) that this CPU runs.
 NC_EXPORT int32_t nc_best_isa() {
@@ -197,26 +197,38 @@ NC_EXPORT int32_t nc_linear(const Spec* spec, const uint8_t* data, int64_t strid
 
 // As nc_linear, for many vectors; UNKNOWN (2) where there are no tiles for the format on this CPU. x in bf16 is multiplied with
 // weights in bf16 where there are instructions for it.
-NC_EXPORT int32_t nc_linear_tiles(const Spec* spec, const uint8_t* data, int64_t stride, int64_t rows, const void* x, int32_t dtype,
-                                  int64_t x_stride, int64_t batch, const void* bias, int32_t bias_dtype, void* out,
-                                  int64_t out_stride, int32_t threads, int32_t isa) {
-    const Tiler& t = NC_CHOOSE(tiler, isa);
+static int32_t in_tiles(const Tiler& t, Product product, const Spec& spec, int64_t rows, int32_t threads) {
     try {
-        std::unique_ptr<float[]> gain(new float[size_t(batch)]);
-        Product product{data, stride, Floats{x, dtype}, x_stride, batch, nullptr, gain.get(), Floats{bias, bias_dtype},
-                        out, out_stride, NC_CHOOSE(kernels, isa).decode};
-        product.way = t.way(*spec, product);
+        product.way = t.way(spec, product);
         if (product.way == 0) return 2;
-        std::unique_ptr<float[]> memory(new float[size_t(t.packed(*spec, product) + 16)]);
+        std::unique_ptr<float[]> gain(new float[size_t(product.batch)]), memory(new float[size_t(t.packed(spec, product) + 16)]);
         float* packed = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64 / 4;
-        int32_t failed = parallel_in_team(batch, threads, [&](int64_t b) { t.pack(*spec, product, b, packed, &gain[size_t(b)]); });
+        const int32_t failed = parallel_in_team(ceil_div(product.batch, t.vectors), threads, [&](int64_t task) {
+            t.pack(spec, product, task * t.vectors, packed, gain.get());
+        });
         if (failed) return failed;
-        product.prepared = packed;
-        constexpr int64_t SIZE = 32;
-        return parallel_in_team(ceil_div(rows, SIZE), threads, [&](int64_t task) {
-            t.tiles(*spec, product, task * SIZE, std::min(rows, (task + 1) * SIZE));
+        product.prepared = packed, product.gain = gain.get();
+        const int64_t size = t.together(spec, product, rows, threads);
+        return parallel_in_team(ceil_div(rows, size), threads, [&](int64_t task) {
+            t.tiles(spec, product, task * size, std::min(rows, (task + 1) * size));
         });
     } catch (...) {
         return 1;
     }
+}
+
+NC_EXPORT int32_t nc_linear_tiles(const Spec* spec, const uint8_t* data, int64_t stride, int64_t rows, const void* x, int32_t dtype,
+                                  int64_t x_stride, int64_t batch, const void* bias, int32_t bias_dtype, void* out,
+                                  int64_t out_stride, int32_t threads, int32_t isa) {
+    const Product product{data, stride, Floats{x, dtype}, x_stride, batch, nullptr, nullptr, Floats{bias, bias_dtype},
+                          out, out_stride, NC_CHOOSE(kernels, isa).decode};
+    return in_tiles(NC_CHOOSE(tiler, isa), product, *spec, rows, threads);
+}
+
+NC_EXPORT int32_t nc_linear_matrix(const Spec* spec, const uint8_t* data, int64_t stride, int64_t rows, const void* x, int32_t dtype,
+                                   int64_t x_stride, int64_t batch, const void* bias, int32_t bias_dtype, void* out,
+                                   int64_t out_stride, int32_t threads, int32_t isa) {
+    const Product product{data, stride, Floats{x, dtype}, x_stride, batch, nullptr, nullptr, Floats{bias, bias_dtype},
+                          out, out_stride, NC_CHOOSE(kernels, isa).decode};
+    return in_tiles(NC_CHOOSE(matrix, isa), product, *spec, rows, threads);
 }

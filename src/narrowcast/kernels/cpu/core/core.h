@@ -119,16 +119,19 @@ struct Multiplier {
 };
 
 // The same for many vectors: rows are decoded into tiles first. `way` says of what kind, 0 where there are none for a format; `packed`
-// is how many floats x takes as `pack` leaves it, one vector at a time.
+// is how many floats x takes as `pack` leaves it, `vectors` of it at a time; `together` how many rows a call of `tiles` does best with.
 struct Tiler {
+    int64_t vectors;
     int32_t (*way)(const Spec&, const Product&);
     int64_t (*packed)(const Spec&, const Product&);
-    void (*pack)(const Spec&, const Product&, int64_t b, float* packed, float* gain);
+    void (*pack)(const Spec&, const Product&, int64_t first, float* packed, float* gain);
+    int64_t (*together)(const Spec&, const Product&, int64_t rows, int32_t threads);
     void (*tiles)(const Spec&, const Product&, int64_t first, int64_t end);
 };
 
 NC_DECLARE(const Kernels, kernels);
 NC_DECLARE(const Tiler, tiler);
+NC_DECLARE(const Tiler, matrix);
 NC_DECLARE(const Multiplier, multiplier);
 
 // The finalizer of splitmix64; keys for stochastic rounding are chains of it.

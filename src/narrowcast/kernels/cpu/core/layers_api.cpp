@@ -38,7 +38,8 @@ struct Step {
     CacheLayout cache;
     const float* turns;
     const int64_t* places;
-    int64_t tiles_from;       // the batch from which on products are tried in tiles first
+    int64_t tiles_from;       // the batch from which on products are tried in tiles first,
+    int64_t matrix_from;      // and before that in matrix registers
     int64_t linear_grain;     // bytes of rows times vectors that are worth a thread
     int64_t attend_threads, threads, isa;
 };
@@ -74,7 +75,8 @@ class Runner {
             return function(w.spec, w.data, w.stride, w.rows, x, int32_t(s_.dtype), width, s_.batch, w.bias, int32_t(w.bias_dtype), out, out_width,
                             int32_t(threads), int32_t(s_.isa));
         };
-        int32_t failed = s_.batch >= s_.tiles_from ? by(nc_linear_tiles) : 2;
+        int32_t failed = s_.batch >= s_.matrix_from ? by(nc_linear_matrix) : 2;
+        if (failed == 2 && s_.batch >= s_.tiles_from) failed = by(nc_linear_tiles);
         if (failed == 2) failed = by(nc_linear);
         failed_ |= failed;
     }

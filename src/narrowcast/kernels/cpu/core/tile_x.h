@@ -94,14 +94,14 @@ void pack(const Spec& spec, const Product& product, int64_t b, float* packed, fl
     const uint8_t* x = static_cast<const uint8_t*>(product.x.data) + b * product.x_stride * element;
     if (in_pairs(product.way)) {
         std::vector<uint16_t> near(size_t(cut.all_lines * 2 * LINE));
-        *gain = 1.0f / bring_near_one(reinterpret_cast<const uint16_t*>(x), spec.numel, near.data());
+        gain[b] = 1.0f / bring_near_one(reinterpret_cast<const uint16_t*>(x), spec.numel, near.data());
         if (product.way == Pair::WAY && crossed(spec)) cross(near);
         deal_lines(cut, groups, product, b, reinterpret_cast<const char*>(near.data()), packed);
     } else {
         std::vector<float> wide(size_t(cut.all_lines * LINE));
         const float* from = load(Floats{x, product.x.dtype}, 0, spec.numel, wide.data());
         if (from != wide.data()) std::memcpy(wide.data(), from, size_t(spec.numel) * 4);
-        *gain = 1.0f;
+        gain[b] = 1.0f;
         deal_lines(cut, groups, product, b, reinterpret_cast<const char*>(wide.data()), packed);
     }
 }

@@ -89,6 +89,8 @@ int64_t packed(const Spec& spec, const Product& product) {
     return product.batch * Cut(Steps::of(spec), product.way).all_lines * LINE;
 }
 
+int64_t together(const Spec&, const Product&, int64_t, int32_t) { return PANEL; }
+
 void tiles(const Spec& spec, const Product& product, int64_t first, int64_t end) {
     with_words(spec, product.way, [&](const auto& code) { tile_rows(code, spec, product, first, end); });
 }
@@ -98,6 +100,7 @@ void tiles(const Spec& spec, const Product& product, int64_t first, int64_t end)
 int32_t way(const Spec&, const Product&) { return 0; }
 int64_t packed(const Spec&, const Product&) { return 0; }
 void pack(const Spec&, const Product&, int64_t, float*, float*) {}
+int64_t together(const Spec&, const Product&, int64_t, int32_t) { return 1; }
 void tiles(const Spec&, const Product&, int64_t, int64_t) {}
 
 #endif
@@ -105,5 +108,5 @@ void tiles(const Spec&, const Product&, int64_t, int64_t) {}
 }  // namespace
 
 namespace nc {
-const Tiler NC_NAMED_BY_ISA(tiler) = {::way, ::packed, ::pack, ::tiles};
+const Tiler NC_NAMED_BY_ISA(tiler) = {1, ::way, ::packed, ::pack, ::together, ::tiles};
 }  // namespace nc
