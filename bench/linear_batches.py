@@ -2,7 +2,8 @@
 
     PYTHONPATH=src:bench python bench/linear_batches.py
     ... --shapes 4096x4096 --batches 2,8,64 --threads 1,2 --dtypes float32,bfloat16 --codecs int8,int4 --rounds 9
-    ... --ways          rows as they are / in the core's tiles / in torch's: what kernels/cpu/batches.py is chosen by
+    ... --ways          rows as they are / in the core's tiles / in matrix registers (AMX; without, as they are) / in
+                        torch's: what kernels/cpu/batches.py is chosen by
     ... --json PATH     the milliseconds of every way
 
 All take turns, and the least time of each counts, so that other work on the machine is in all of them: processor time
@@ -34,10 +35,11 @@ BATCHES = "2,3,4,5,6,7,8,12,16,24,32,48,64,96,128,192,256,384,512"
 Way = Callable[[int], object]
 
 
-def by_kernel(x: Tensor, rows: Tensor, recipe: Recipe, tiles: bool) -> Tensor:
+def by_kernel(x: Tensor, rows: Tensor, recipe: Recipe, way: str) -> Tensor:
     """With the core's tiles, or with rows as they are, whatever the batch is."""
     out, kernel = x.new_empty(len(x), len(rows)), kernel_for("cpu")
-    kernel.tiles_from = dict.fromkeys(kernel.max_batch, 1 if tiles else NEVER)  # type: ignore[attr-defined]
+    kernel.tiles_from = dict.fromkeys(kernel.max_batch, 1 if way == "tiles" else NEVER)  # type: ignore[attr-defined]
+    kernel.matrix_from = 1 if way == "matrix" else NEVER  # type: ignore[attr-defined]
     kernel.max_batch = dict.fromkeys(kernel.max_batch, NEVER)  # type: ignore[attr-defined]
     assert kernel.linear(out, x, rows, recipe, None)
     return out
@@ -55,8 +57,9 @@ def ways_of(x: Tensor, spec: str, copies: list[Tensor], ways: bool) -> dict[str,
     if not ways:
         return {spec: lambda turn: codec.linear(x, copies[turn % count])}
     return {
-        f"{spec} as it is": lambda turn: by_kernel(x, copies[turn % count], recipe, False),
-        f"{spec} in tiles": lambda turn: by_kernel(x, copies[turn % count], recipe, True),
+        f"{spec} as it is": lambda turn: by_kernel(x, copies[turn % count], recipe, "rows"),
+        f"{spec} in tiles": lambda turn: by_kernel(x, copies[turn % count], recipe, "tiles"),
+        f"{spec} in matrix registers": lambda turn: by_kernel(x, copies[turn % count], recipe, "matrix"),
         f"{spec} by torch": lambda turn: by_torch(x, copies[turn % count], recipe),
     }
 

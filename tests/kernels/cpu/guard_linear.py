@@ -10,6 +10,7 @@ from guard_pages import guarded
 import narrowcast as nc
 from narrowcast.kernels.cpu import binding
 
+NEVER = 1 << 30
 SPECS = [
     *nc.list_codecs(),
     *("int8:block=row", "int4:block=24", "int4:block=128", "int4:zero_point=true", "fp8_e4m3:block=32"),
@@ -37,8 +38,9 @@ def main() -> None:
         for name in SPECS:
             for numel, batch in ((1, 1), (65, 2), (1000, 3), (130, 5), (512, 1)):
                 for at_end in (True, False):
-                    for least in (1, 1 << 30):  # in tiles, and as they are
-                        kernel.tiles_from = dict.fromkeys(kernel.max_batch, least)
+                    # As they are, in tiles, and in matrix registers.
+                    for tiles_from, matrix_from in ((NEVER, NEVER), (1, NEVER), (NEVER, 1)):
+                        kernel.tiles_from, kernel.matrix_from = dict.fromkeys(kernel.max_batch, tiles_from), matrix_from
                         calls += check(kernel, nc.codec(name), numel, batch, at_end)
     print(calls)
 

@@ -40,6 +40,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     assert loaded is not None, why
     monkeypatch.setattr(loaded, "max_batch", batches.MAX_BATCH)
     monkeypatch.setattr(loaded, "tiles_from", dict.fromkeys(batches.MAX_BATCH, 1 << 30))
+    monkeypatch.setattr(loaded, "matrix_from", 1 << 30)
     return loaded
 
 

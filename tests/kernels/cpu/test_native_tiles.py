@@ -1,10 +1,14 @@
-"""x W^T + b in tiles of decoded rows (AVX-512): right for all formats, batches and dtypes, whatever is beside it."""
+"""x W^T + b in tiles of decoded rows (AVX-512, AMX): right for all formats, batches and dtypes, whatever is beside it."""
 
 from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import narrowcast as nc
 from cases import same_bits
@@ -19,18 +23,35 @@ TABLES = ("nf4", "apot4", "apot8", "fp8_e4m3", "fp8_e5m2:block=32")
 RARER = ("int4:zero_point=true", "int8:zero_point=true", "int6", "int3", "int2", "sign")
 SPECS = (*INTEGERS, *TABLES, *RARER)
 MANY = 96
-"""Vectors of bf16 from which on weights are scaled before they are rounded: MANY_VECTORS of core/tile_x.h."""
+"""Vectors of bf16 from which on weights are scaled before they are rounded: MANY_VECTORS of core/tile_x.h. In matrix
+registers they always are."""
+WAYS = {"vectors": (torch.float32, torch.float16, torch.bfloat16), "matrix": (torch.bfloat16,)}
+NEVER = 1 << 30
+
+each_way = pytest.mark.parametrize("way", WAYS)
+each_dtype = pytest.mark.parametrize(("way", "dtype"), [(way, dtype) for way in WAYS for dtype in WAYS[way]])
+each_wide_dtype = pytest.mark.parametrize(
+    ("way", "dtype"), [("vectors", torch.float32), ("vectors", torch.bfloat16), ("matrix", torch.bfloat16)]
+)
+
+
+def has_amx() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and {"amx_tile", "amx_bf16"} <= set(cpuinfo.read_text().split())
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> binding.Native:
-    """Tiles for every batch."""
+def kernel(way: str) -> binding.Native:
+    """Tiles for every batch, and one way alone."""
     loaded, why = binding.load()
     assert loaded is not None, why
     if loaded.name != "native/avx512":
         pytest.skip("tiles are for AVX-512")
-    monkeypatch.setattr(loaded, "tiles_from", dict.fromkeys(batches.TILES_FROM, 1))
-    monkeypatch.setattr(loaded, "max_batch", dict.fromkeys(batches.MAX_BATCH, 0))
+    if way == "matrix" and not has_amx():
+        pytest.skip("this CPU has no AMX")
+    loaded.tiles_from = dict.fromkeys(batches.TILES_FROM, NEVER if way == "matrix" else 1)
+    loaded.max_batch = dict.fromkeys(batches.MAX_BATCH, 0)
+    loaded.matrix_from = 1 if way == "matrix" else NEVER
     return loaded
 
 
@@ -70,8 +91,8 @@ def check(kernel: binding.Native, codec: Codec, x: Tensor, data: Tensor, bias: T
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("dtype", ROUNDING)
-def test_every_batch_is_within_the_bound(kernel: binding.Native, spec: str, dtype: torch.dtype) -> None:
+@each_dtype
+def test_every_batch_is_within_the_bound(kernel: binding.Native, way: str, spec: str, dtype: torch.dtype) -> None:
     codec = nc.codec(spec)
     for batch in (*range(1, 10), 14, 15, 17, 33, MANY - 1, MANY, 511):
         rows, numel = 1 + batch * 5 % 70, (1000, 64, 4104, 129, 640)[batch % 5]
@@ -80,6 +101,7 @@ def test_every_batch_is_within_the_bound(kernel: binding.Native, spec: str, dtyp
         check(kernel, codec, randn(batch, numel, seed=batch + 50, dtype=dtype), data, bias)
 
 
+@pytest.mark.parametrize("way", ["vectors"])
 @pytest.mark.parametrize("spec", ["fp8_e4m3:scale=none", "fp8_e5m2:scale=none"])
 def test_rows_without_scales_are_left_to_others(kernel: binding.Native, spec: str) -> None:
     codec, x = nc.codec(spec), randn(9, 40)
@@ -88,6 +110,7 @@ def test_rows_without_scales_are_left_to_others(kernel: binding.Native, spec: st
     assert out.eq(7.0).all()
 
 
+@pytest.mark.parametrize("way", ["vectors"])
 def test_integers_are_exact_in_bf16_up_to_many_vectors(kernel: binding.Native) -> None:
     for spec in ("int8", "int4", "int2", "sign", "int8:zero_point=true", "apot4", "fp8_e4m3"):
         codec = nc.codec(spec)
@@ -99,29 +122,33 @@ def test_integers_are_exact_in_bf16_up_to_many_vectors(kernel: binding.Native) -
         assert off.le(error + 2.0**-8 * (exact.abs() + error)).all(), spec
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
+@each_dtype
 @pytest.mark.parametrize("count", [20, MANY + 10])
-def test_a_vector_gives_the_same_bits_beside_any_others(kernel: binding.Native, dtype: torch.dtype, count: int) -> None:
+def test_a_vector_gives_the_same_bits_beside_any_others(
+    kernel: binding.Native, way: str, dtype: torch.dtype, count: int
+) -> None:
     most = 1e30 if dtype != torch.float16 else 1e3
     for spec in SPECS:
         codec = nc.codec(spec)
         data, x = codec.encode(randn(37, 320), 1), randn(count, 320, dtype=dtype)
         x[2] *= most
         together = multiplied(kernel, codec, x, data)
-        least = 1 if count < MANY else MANY
+        least = 1 if count < MANY or way == "matrix" else MANY
         for first, end in ((0, least), (3, 3 + least + 4), (5, 5 + least)):
             assert same_bits(multiplied(kernel, codec, x[first:end], data), together[first:end].contiguous()), spec
 
 
-def test_rows_and_vectors_may_be_slices_of_larger_matrices(kernel: binding.Native) -> None:
+@each_way
+def test_rows_and_vectors_may_be_slices_of_larger_matrices(kernel: binding.Native, way: str) -> None:
+    dtype = WAYS[way][0]
     for spec in SPECS:
         codec = nc.codec(spec)
-        data, x, bias = codec.encode(randn(39, 200), 1), randn(9, 200), randn(39)
+        data, x, bias = codec.encode(randn(39, 200), 1), randn(9, 200, dtype=dtype), randn(39)
         wide = torch.full((39, data.shape[1] + 5), 0xA5, dtype=torch.uint8)
         wide[:, 3 : 3 + data.shape[1]] = data
-        every_other = torch.full((18, 411), 9.0)
+        every_other = torch.full((18, 411), 9.0, dtype=dtype)
         every_other[::2, 1:401:2] = x
-        out = torch.full((9, 50), 7.0)
+        out = torch.full((9, 50), 7.0, dtype=dtype)
         rows = wide[:, 3 : 3 + data.shape[1]]
         assert kernel.linear(out[:, 4:43], every_other[::2, 1:401:2], rows, codec.recipe(CPU), bias)
         expected = multiplied(kernel, codec, x, data, bias)
@@ -132,10 +159,10 @@ def test_rows_and_vectors_may_be_slices_of_larger_matrices(kernel: binding.Nativ
         assert same_bits(part, expected[:, 4:37].contiguous()), spec
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
+@each_dtype
 @pytest.mark.parametrize("batch", [9, MANY])
 def test_what_is_not_finite_spoils_its_own_results_alone(
-    kernel: binding.Native, dtype: torch.dtype, batch: int
+    kernel: binding.Native, way: str, dtype: torch.dtype, batch: int
 ) -> None:
     for spec in SPECS:
         codec = nc.codec(spec)
@@ -154,9 +181,9 @@ def test_what_is_not_finite_spoils_its_own_results_alone(
         assert same_bits(found[kept], expected[kept]), spec
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_wide_dtype
 @pytest.mark.parametrize("magnitude", [0.0, 2.0**-140, 2.0**-110, 1e-30, 1e18, 1e30, 2.0**118])
-def test_x_of_any_magnitude(kernel: binding.Native, dtype: torch.dtype, magnitude: float) -> None:
+def test_x_of_any_magnitude(kernel: binding.Native, way: str, dtype: torch.dtype, magnitude: float) -> None:
     for spec in SPECS:
         codec = nc.codec(spec)
         data = codec.encode(randn(5, 300) * (1e-4 if magnitude > 1 else 1e15), 1)
@@ -164,32 +191,34 @@ def test_x_of_any_magnitude(kernel: binding.Native, dtype: torch.dtype, magnitud
             check(kernel, codec, (randn(batch, 300) * magnitude).to(dtype), data, None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_wide_dtype
 @pytest.mark.parametrize("magnitude", [0.0, 2.0**-140, 1e-30, 1e-12, 1e11, 1e25, 1e35])
 def test_weights_of_any_magnitude_are_within_the_bound(
-    kernel: binding.Native, dtype: torch.dtype, magnitude: float
+    kernel: binding.Native, way: str, dtype: torch.dtype, magnitude: float
 ) -> None:
     for spec in SPECS:
         codec = nc.codec(spec)
         weight = randn(35, 300)
         weight[::3] *= magnitude
-        for batch in (3, MANY):
-            check(kernel, codec, randn(batch, 300, dtype=dtype) * 1e-3, codec.encode(weight, 1), None)
+        for batch, x_scale in ((3, 1e-3), (MANY, 1e-3), (5, 1e20 if magnitude < 1 else 1e-3)):
+            check(kernel, codec, randn(batch, 300, dtype=dtype) * x_scale, codec.encode(weight, 1), None)
 
 
-def test_codes_without_a_level_stand_for_nan(kernel: binding.Native) -> None:
-    for spec, code in (("apot4", 0x0F), ("apot3", 0x07), ("levels:table=-1.0|0.0|0.5", 0x03)):
+@each_way
+def test_codes_without_a_level_stand_for_nan(kernel: binding.Native, way: str) -> None:
+    tables = (("apot4", 0x0F), ("apot3", 0x07), ("levels:table=-1.0|0.0|0.5", 0x03))
+    for spec, code in (*tables, ("fp8_e4m3", 0x7F), ("fp8_e5m2", 0x7F), ("fp8_e5m2:block=32", 0x7E)):
         codec = nc.codec(spec)
         data = codec.encode(randn(5, 256), 1)
         data[3, 40] |= code
-        for dtype in ROUNDING:
+        for dtype in WAYS[way]:
             for batch in (9, MANY):
                 found = multiplied(kernel, codec, randn(batch, 256, dtype=dtype), data)
                 assert found.isnan().tolist() == [[False, False, False, True, False]] * batch, spec
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-def test_all_256_codes_of_a_byte_are_what_they_decode_to(kernel: binding.Native, dtype: torch.dtype) -> None:
+@each_dtype
+def test_all_256_codes_of_a_byte_are_what_they_decode_to(kernel: binding.Native, way: str, dtype: torch.dtype) -> None:
     """In every place of a block, -128 included."""
     codec = nc.codec("int8:block=64")
     data = codec.encode(randn(33, 256), 1)
@@ -199,16 +228,20 @@ def test_all_256_codes_of_a_byte_are_what_they_decode_to(kernel: binding.Native,
         check(kernel, codec, randn(batch, 256, seed=batch, dtype=dtype), data, None)
 
 
-def test_levels_that_bf16_cannot_hold_are_left_to_others(kernel: binding.Native) -> None:
+@each_way
+def test_levels_that_bf16_cannot_hold_are_left_to_others(kernel: binding.Native, way: str) -> None:
     codec = nc.codec("levels:table=-1.0|0.0|1e-30|0.5")
     data = codec.encode(randn(5, 256), 1)
     x = randn(9, 256, dtype=torch.bfloat16)
     assert not kernel.linear(torch.empty(9, 5, dtype=torch.bfloat16), x, data, codec.recipe(CPU), None)
-    check(kernel, codec, x.float(), data, None)
+    if way == "vectors":
+        check(kernel, codec, x.float(), data, None)
 
 
-def test_results_past_the_largest_half_are_infinite_as_in_torch(kernel: binding.Native) -> None:
-    for dtype, magnitude in ((torch.float16, 300.0), (torch.bfloat16, 1.5e19)):
+@each_way
+def test_results_past_the_largest_half_are_infinite_as_in_torch(kernel: binding.Native, way: str) -> None:
+    for dtype in WAYS[way]:
+        magnitude = {torch.float32: 1.5e19, torch.float16: 300.0, torch.bfloat16: 1.5e19}[dtype]
         codec = nc.codec("int8:scale=fp32")
         x = torch.full((2, 64), magnitude, dtype=dtype)
         x[1] *= -1
@@ -216,13 +249,14 @@ def test_results_past_the_largest_half_are_infinite_as_in_torch(kernel: binding.
         assert multiplied(kernel, codec, x, data).flatten().tolist() == [float("inf"), -float("inf")]
 
 
-def test_the_number_of_threads_changes_no_bit(kernel: binding.Native) -> None:
+@each_way
+def test_the_number_of_threads_changes_no_bit(kernel: binding.Native, way: str) -> None:
     before = torch.get_num_threads()
     try:
         for spec in ("int8:block=row", "int4", "nf4"):
             codec = nc.codec(spec)
             data = codec.encode(randn(1030, 1024), 1)
-            for dtype in ROUNDING:
+            for dtype in WAYS[way]:
                 x, results = randn(21, 1024, dtype=dtype), []
                 for threads in (1, 2, 5):
                     torch.set_num_threads(threads)
@@ -230,3 +264,79 @@ def test_the_number_of_threads_changes_no_bit(kernel: binding.Native) -> None:
                 assert all(same_bits(result, results[0]) for result in results), spec
     finally:
         torch.set_num_threads(before)
+
+
+@each_way
+def test_shapes_of_every_kind(kernel: binding.Native, way: str) -> None:
+    """Blocks of vectors and panels of rows that are whole, one short and one over; rows cut into tiles anyhow; x that
+    does not stay in the cache, so that panels share it."""
+    shapes = [(batch, rows, 1100) for batch in (15, 16, 17, 31, 32, 33, 48, 49) for rows in (1, 15, 16, 17, 31, 32, 33)]
+    shapes += [(130, 1000, 4100), (513, 700, 1030), (70, 300, 16384)]
+    for spec in (
+        "int8",
+        "int4",
+        "int4:block=32",
+        "int4:block=512",
+        "int2:block=256",
+        "int3:block=row",
+        "sign:block=512",
+    ):
+        codec = nc.codec(spec)
+        for batch, rows, numel in shapes:
+            data, bias = codec.encode(randn(rows, numel, seed=rows), 1), randn(rows, seed=1)
+            check(kernel, codec, randn(batch, numel, seed=batch, dtype=torch.bfloat16), data, bias)
+
+
+@pytest.mark.parametrize("way", ["matrix"])
+def test_rows_without_scales_go_through_matrix_registers(kernel: binding.Native) -> None:
+    for spec in ("fp8_e4m3:scale=none", "fp8_e5m2:scale=none"):
+        codec = nc.codec(spec)
+        check(kernel, codec, randn(9, 200, dtype=torch.bfloat16), codec.encode(randn(40, 200), 1), None)
+
+
+@pytest.mark.parametrize("way", ["matrix"])
+def test_matrix_registers_are_what_runs_where_there_are_some(kernel: binding.Native) -> None:
+    """By what only they do with few vectors: weights are scaled, then rounded to bf16."""
+    chosen, why = binding.load()
+    assert chosen is not None, why
+    codec = nc.codec("int8")
+    data, x = codec.encode(randn(64, 256), 1), randn(8, 256, dtype=torch.bfloat16)
+    found = multiplied(kernel, codec, x, data)
+    assert same_bits(multiplied(chosen, codec, x, data), found)
+    in_bf16 = codec.decode(data, 256).bfloat16().double()
+    exact, room = x.double() @ in_bf16.t(), x.double().abs() @ in_bf16.abs().t()
+    assert (found.double() - exact).abs().le(1.01 * 264 * 2.0**-24 * room + 2.0**-8 * 1.01 * exact.abs()).all()
+
+
+@pytest.mark.parametrize("way", ["matrix"])
+def test_torch_and_matrix_registers_leave_each_other_alone(kernel: binding.Native) -> None:
+    """F.linear in bf16 uses them too, in other shapes."""
+    codec = nc.codec("int4")
+    data, x, w = codec.encode(randn(100, 512), 1), randn(40, 512, dtype=torch.bfloat16), randn(77, 512).bfloat16()
+    ours, theirs = multiplied(kernel, codec, x, data), F.linear(x, w)
+    for batch in (40, 3, 17, 40):
+        assert same_bits(F.linear(x, w), theirs)
+        assert same_bits(multiplied(kernel, codec, x[:batch], data), ours[:batch])
+
+
+def in_a_child(out: multiprocessing.Queue[float]) -> None:
+    codec = nc.codec("int4")
+    out.put(codec.linear(torch.ones(16, 512, dtype=torch.bfloat16), codec.encode(torch.ones(64, 512))).sum().item())
+
+
+@pytest.mark.parametrize("way", ["matrix"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_process_has_matrix_registers_too(kernel: binding.Native, method: str) -> None:
+    multiplied(
+        kernel,
+        nc.codec("int4"),
+        torch.ones(16, 512, dtype=torch.bfloat16),
+        nc.codec("int4").encode(torch.ones(64, 512)),
+    )
+    context = multiprocessing.get_context(method)
+    out = context.Queue()
+    child = context.Process(target=in_a_child, args=(out,))
+    child.start()
+    assert out.get(timeout=60) == pytest.approx(16 * 64 * 512, rel=2.0**-6)
+    child.join()
+    assert child.exitcode == 0
