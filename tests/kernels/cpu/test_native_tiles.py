@@ -1,4 +1,4 @@
-"""x W^T + b in tiles of decoded rows (AVX-512, AMX): right for all formats, batches and dtypes, whatever is beside it."""
+"""x W^T + b in tiles of decoded rows (AVX-512, AMX): right for all formats and batches, whatever is beside it."""
 
 from __future__ import annotations
 
