@@ -187,7 +187,7 @@ def test_an_exception_inside_leaves_nothing() -> None:
 @networked
 def test_a_set_up_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     network = Network(2, rate=RATE)
-    monkeypatch.setattr("narrowcast.netlab.shaping.sending", lambda link, interface: ["qdisc add dev nowhere root tbf"])
+    monkeypatch.setattr("narrowcast.netlab.shaping.sending", lambda *given: ["qdisc add dev nowhere root tbf"])
     with pytest.raises(NetlabError, match=r"`tc qdisc add dev nowhere root tbf` failed"), network:
         pass
     assert not set(network.namespaces) & set(owners.names())

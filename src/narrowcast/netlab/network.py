@@ -164,7 +164,7 @@ class Network:
         if lines:
             run("tc", namespace=self.switch, lines=lines, hint=shaping.HINT)
         for name, link in zip(self.namespaces, self.links, strict=True):
-            if lines := list(shaping.sending(link, INTERFACE)):
+            if lines := list(shaping.sending(link, INTERFACE, self.addresses)):
                 run("tc", namespace=name, lines=lines, hint=shaping.HINT)
 
     def _has_netem(self) -> bool:
