@@ -200,18 +200,14 @@ void tiles(const Spec& spec, const Product& product, int64_t first, int64_t end)
     with_lines(spec, steps, [&](const auto& code) { multiply(code, spec, steps, product, first, end); });
 }
 
-#else
-
-int32_t way(const Spec&, const Product&) { return 0; }
-int64_t packed(const Spec&, const Product&) { return 0; }
-void pack(const Spec&, const Product&, int64_t, float*, float*) {}
-int64_t together(const Spec&, const Product&, int64_t, int32_t) { return 1; }
-void tiles(const Spec&, const Product&, int64_t, int64_t) {}
-
 #endif
 
 }  // namespace
 
 namespace nc {
+#if defined(__AMX_BF16__)
 const Tiler NC_NAMED_BY_ISA(matrix) = {16, ::way, ::packed, ::pack, ::together, ::tiles};
+#else
+const Tiler NC_NAMED_BY_ISA(matrix) = {1, [](const Spec&, const Product&) { return 0; }, nullptr, nullptr, nullptr, nullptr};
+#endif
 }  // namespace nc
