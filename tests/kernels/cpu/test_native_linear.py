@@ -243,14 +243,18 @@ def test_larger_batches_and_fp64_are_left_to_tiles(kernel: binding.Native) -> No
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("batch", [16, 17, 64, 65])
-def test_without_tiles_of_its_own_avx2_decodes_from_smaller_batches_on(isa: str, batch: int) -> None:
+@pytest.mark.parametrize("batch", [16, 17, 24, 25, 32, 33, 64, 65])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_tiles_of_its_own_avx2_decodes_from_smaller_batches_on(
+    isa: str, batch: int, dtype: torch.dtype
+) -> None:
     kernel, _ = binding.load(isa)
     assert kernel is not None
+    most = {"avx2": 16, "other": 64} if dtype == torch.float32 else {"avx2": 24, "other": 32}
     for spec, has_tiles in (("int4", isa == "avx512"), ("int4:block=24", False), ("raw", False)):
-        codec, x, out = nc.codec(spec), randn(batch, 128), torch.empty(batch, 3)
+        codec, x, out = nc.codec(spec), randn(batch, 128, dtype=dtype), torch.empty(batch, 3, dtype=dtype)
         takes = kernel.linear(out, x, codec.encode(randn(3, 128)), codec.recipe(CPU), None)
-        assert takes == (has_tiles or batch <= (16 if isa == "avx2" else 64)), spec
+        assert takes == (has_tiles or batch <= most["avx2" if isa == "avx2" else "other"]), spec
 
 
 def test_nothing_to_multiply_leaves_the_bias() -> None:

@@ -12,8 +12,9 @@ import torch
 MAX_BATCH = {torch.float32: 64, torch.float16: 64, torch.bfloat16: 32}
 """Vectors that rows are multiplied with as they are, where the core has no tiles for a format. For more, decoding and
 torch's own product are faster: measured on two Zen 4 cores, 11008x4096, int8 and int4; see bench/linear.py."""
-MAX_BATCH_AVX2 = MAX_BATCH | {torch.float32: 16}
-"""On AVX2: bench/linear_batches.py, on a Zen 3 core."""
+MAX_BATCH_AVX2 = {torch.float32: 16, torch.float16: 24, torch.bfloat16: 24}
+"""On AVX2, where what is decoded is multiplied in fp32 (operators/linear.py): bench/linear_batches.py, fp32 on a Zen 3
+core, fp16 and bf16 on a Zen 5 told to do without AVX-512 (12 would be best for one thread, 32 for two)."""
 TILES_FROM = {torch.float32: 7, torch.float16: 7, torch.bfloat16: 4}
 """Vectors from which on the core's own tiles (core/tile_x.h, AVX-512) are faster than rows as they are:
 bench/linear_batches.py, on a Zen 4 core."""
