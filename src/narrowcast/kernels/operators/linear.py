@@ -26,9 +26,10 @@ from narrowcast.kernels.operators.declare import declare, schema_of
 from narrowcast.kernels.operators.derivatives import Rule, batched, differentiable, remember_tensors
 from narrowcast.kernels.operators.dispatch import kernel_for, unwatched
 
-TILES = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Weights decoded at a time where no kernel multiplies them as they are. On a GPU small tiles cost launches; on a CPU a
-tile should stay in the cache, and smaller ones than this cost torch's product more than they save."""
+TILES = {"cpu": 1 << 21, "cuda": 1 << 25}
+"""Weights decoded at a time where no kernel multiplies them as they are. On a GPU small tiles cost launches. On a CPU a
+tile should stay in the cache, while torch's product wants many rows, above all for two threads (bench/linear_batches.py
+with 2^18 to 2^23 on a Zen 5 as AVX2, in rows of 4096 and 14336)."""
 
 
 def linear(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Tensor:
