@@ -36,7 +36,7 @@ Way = Callable[[int], object]
 
 
 def by_kernel(x: Tensor, rows: Tensor, recipe: Recipe, way: str) -> Tensor:
-    """With the core's tiles, or with rows as they are, whatever the batch is."""
+    """By the core alone: in "tiles", in "matrix" registers, or with "rows" as they are, whatever the batch is."""
     out, kernel = x.new_empty(len(x), len(rows)), kernel_for("cpu")
     kernel.tiles_from = dict.fromkeys(kernel.max_batch, 1 if way == "tiles" else NEVER)  # type: ignore[attr-defined]
     kernel.matrix_from = 1 if way == "matrix" else NEVER  # type: ignore[attr-defined]

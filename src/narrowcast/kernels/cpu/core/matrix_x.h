@@ -18,7 +18,7 @@
 namespace {
 
 constexpr int64_t LINES = 8;                // of a tile: 16 KB, and as much of x
-constexpr int64_t NEAR = 1 << 20;             // bytes of x that stay in the second-level cache
+constexpr int64_t NEAR = 1 << 20;           // bytes of x that stay in the second-level cache
 constexpr int PANEL = 2 * LANES;            // rows of a tile
 constexpr int LINE = 2 * LANES;             // elements
 constexpr int64_t REGISTER = LANES * LINE;  // elements: a line of 16 rows, or of 16 vectors
