@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from patience import within
 
 from narrowcast.distributed.transport.failures import Board, Failure
 from narrowcast.distributed.transport.gloo_connections import LAST_WORDS_BYTES
@@ -16,12 +19,17 @@ def _failure(kind: str, seen_by: int, rank: int) -> Failure:
     return Failure(kind, rank, seen_by, 7, "all_reduce", "a reason")
 
 
-def _believed(*suspicions: Failure) -> tuple[list[Failure], Failure]:
+def _believed(*suspicions: Failure, delays: Sequence[float] = (0.0,) * 4) -> tuple[list[Failure], Failure]:
     """What each that reports is told, all at once, and what stands on the board."""
     store = dist.HashStore()
     boards = [Board("test", store, rank, range(4), timedelta(seconds=20)) for rank in range(4)]
+
+    def report(suspicion: Failure, delay: float) -> Failure:
+        time.sleep(delay)
+        return boards[suspicion.seen_by].report(0, suspicion)
+
     with ThreadPoolExecutor(len(suspicions)) as pool:
-        told = list(pool.map(lambda suspicion: boards[suspicion.seen_by].report(0, suspicion), suspicions))
+        told = list(pool.map(report, suspicions, delays))
     page = boards[0].page(0)
     assert page.check(["failure"])
     return told, Failure.from_bytes(page.get("failure"))
@@ -43,6 +51,40 @@ def test_a_suspicion_is_followed_to_the_rank_that_suspects_nobody(
     told, written = _believed(*(_failure(*suspicion) for suspicion in suspicions))
     assert written == _failure(*culprit)
     assert told == [written] * len(told)
+
+
+def test_where_a_rank_cannot_connect_the_one_that_says_nothing_is_named_and_not_the_one_that_left_others_alone() -> None:
+    """Who cannot connect gives its connections up: to those that had connected, it is the one that is gone."""
+    told, written = _believed(
+        _failure("unconnected", 0, 0), _failure("gone", 1, 0), _failure("unconnected", 2, 2), delays=[0.0, 0.1, 0.2]
+    )
+    assert (written.kind, written.reason) == ("unconnected", "a reason, and nothing of rank 3 since")
+    assert told == [written] * 3
+
+
+def test_who_connects_shows_that_it_is_there_and_learns_that_another_could_not() -> None:
+    store = dist.HashStore()
+    one, other = (Board("test", store, rank, [5, 6, 7], timedelta(seconds=20)) for rank in (0, 2))
+    assert other.given_up(0) is False
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(one.report, 0, _failure("unconnected", 5, 5))
+        while not written.done():
+            other.given_up(0)
+    assert written.result().reason == "a reason, and nothing of rank 6 since"
+    assert other.given_up(0) is True
+
+
+def test_a_store_that_does_not_answer_does_not_hold_up_who_looks() -> None:
+    class Silent(dist.HashStore):
+        def clone(self) -> dist.Store:
+            time.sleep(1000)
+            raise AssertionError
+
+    store = Silent()
+    board = Board("test", store, 0, range(2), timedelta(seconds=4))
+    start = time.monotonic()
+    assert board.given_up(0) is None
+    assert time.monotonic() - start < within(0.5)
 
 
 def test_of_ranks_that_suspect_each_other_the_first_is_believed() -> None:

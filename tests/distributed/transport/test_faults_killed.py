@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import faults
@@ -16,6 +17,7 @@ from patience import within
 
 from narrowcast import distributed as ncd
 from narrowcast.distributed.transport.gloo import IN_ADVANCE_BYTES
+from narrowcast.distributed.transport.gloo_connections import _Addresses
 from narrowcast.errors import CollectiveError
 
 pytestmark = pytest.mark.timeout(60)
@@ -204,3 +206,38 @@ def test_a_message_whose_other_end_dies_raises(sender_dies: bool) -> None:
         assert str(error).startswith(f"{name}: rank {victim} is gone")
     assert seconds < within(SOON)
     assert seconds_again < within(AT_ONCE)
+
+
+def _connecting(rank: int, broken: bool) -> tuple[str, float]:
+    """Rank 1 comes to the meeting, and dies before it connects to anybody."""
+    if rank == 1:
+        _Addresses.set = lambda *given: faults.die()  # type: ignore[assignment,method-assign]
+    if rank == 0 and broken:
+        _Addresses.wait = _breaks  # type: ignore[method-assign]
+    error, seconds = faults.error_of(lambda: ncd.all_reduce(torch.ones(8)))
+    assert type(error) is CollectiveError, error
+    return str(error), seconds
+
+
+def _breaks(self: _Addresses, keys: list[str], timeout: timedelta) -> None:
+    time.sleep(0.2)
+    raise RuntimeError("Connection closed by peer")
+
+
+def test_a_rank_that_dies_before_it_connects_is_named_at_the_timeout() -> None:
+    """gloo itself waits five times as long, and does not say for whom."""
+    outcomes = ranks.outcomes_of(3, _connecting, False, timeout=30, group_timeout=10)
+    for rank in (0, 2):
+        told, seconds = outcomes[rank].value
+        assert "not within 10 s, the timeout, and nothing of rank 1 since" in told
+        assert outcomes[rank].exitcode == 0
+        assert 9.9 < seconds < within(11.5)
+
+
+def test_a_connection_that_breaks_while_ranks_connect_ends_it_for_all_and_names_who_says_nothing() -> None:
+    outcomes = ranks.outcomes_of(3, _connecting, True, timeout=30, group_timeout=200)
+    for rank in (0, 2):
+        told, seconds = outcomes[rank].value
+        assert "as rank 0 saw: Connection closed by peer, and nothing of rank 1 since" in told
+        assert outcomes[rank].exitcode == 0
+        assert seconds < within(SOON)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -143,8 +144,8 @@ def test_a_rank_that_does_not_come_to_nccl_is_not_waited_for_longer_than_the_tim
 
 def test_a_rank_that_dies_before_it_comes_to_nccl_is_named_long_before_the_timeout() -> None:
     outcomes = ranks.outcomes_of(3, _nobody_comes, "killed", timeout=40, group_timeout=500)
-    for rank in (0, 2):
-        assert "rank 1 is gone" in outcomes[rank].value[0], outcomes[rank]
+    for rank in (0, 2):  # it may die while the others still connect over gloo, which does not say who it was
+        assert re.search(r"rank 1 is gone|nothing of ranks? (\d, )*1", outcomes[rank].value[0]), outcomes[rank]
 
 
 def _meeting_raises(rank: int) -> str:

@@ -36,6 +36,7 @@ from torch.distributed import distributed_c10d as c10d
 from narrowcast.distributed.transport.failures import Board, Failure, attempt
 from narrowcast.distributed.transport.gloo_connections import LAST_WORDS_BYTES, Gloo
 from narrowcast.distributed.transport.gloo_messages import brief
+from narrowcast.distributed.transport.watched import watched
 from narrowcast.distributed.transport.wire import Wire, WireError
 from narrowcast.errors import CollectiveError
 
@@ -138,11 +139,24 @@ class Connections:
         if trouble:
             raise WireError(self.rank, trouble, "unmet")
         moment = min(1.0, 0.1 * self.timeout.total_seconds())  # where the last one came in the last moment
-        left = timedelta(seconds=max(moment, deadline - time.monotonic()))
+        left, often = max(moment, deadline - time.monotonic()), self._board.look_seconds
+
+        def connect() -> Gloo:
+            return Gloo(self._board.page(generation), self.rank, self.ranks, self.timeout, timedelta(seconds=left))
+
+        def look(waited: float) -> float:
+            if self.closing.is_set():
+                raise WireError(self.rank, "the group was destroyed", "unconnected")
+            if waited >= left:
+                raise WireError(self.rank, f"not within {self.timeout.total_seconds():g} s, the timeout", "unconnected")
+            if self._board.given_up(generation):
+                raise WireError(self.rank, "the other ranks gave up", "unconnected")
+            return min(often, left - waited)
+
         try:
-            gloo = Gloo(self._board.page(generation), self.rank, self.ranks, self.timeout, left)
+            gloo = watched("narrowcast connecting", connect, min(often, left), look, Gloo.close)
         except RuntimeError as error:
-            raise WireError(self.rank, brief(error), "unmet") from error
+            raise WireError(self.rank, brief(error), "unconnected") from error
         with self._changing:
             if generation == self.generation and not self.closing.is_set():
                 self._gloo = gloo

@@ -30,6 +30,10 @@ ASKING_SECONDS = 0.3
 """How long a rank that is suspected has to show that it waits for another. With a short timeout one that is late has
 3% of it: what is raised at the timeout is to be raised within a tenth of it, and the store takes up to 5%."""
 
+LOOK_SECONDS, LOOKS = 0.25, 100.0
+"""The time between two looks of a rank that connects at whether others could not: for many ranks it is longer, so that
+there are not more looks a second than this in all."""
+
 RARE_LOOK_SECONDS = 0.5
 """The longest time between two looks at the store, while others do not come. (`wait` of a store would hold up whoever
 else has something to say on the same connection, and torch warns when its time is over.)"""
@@ -44,7 +48,8 @@ class Failure:
     """What went wrong, as the first rank that noticed wrote it down."""
 
     kind: str
-    """"raised", "mismatch" (in another phase of the call), "late", "unmet" (no connection) or "gone"."""
+    """"raised", "mismatch" (in another phase of the call), "late", "gone", "unmet" (not all ranks came to connect) or
+    "unconnected" (they came, and could not)."""
     rank: int
     seen_by: int
     number: int
@@ -106,6 +111,11 @@ class Failure:
                 f"{where}: no connection within {limit}, the timeout of the group, as rank {self.seen_by} saw: "
                 f"{self.reason}. Every rank of a group must make the same calls in the same order."
             )
+        if self.kind == "unconnected":
+            return (
+                f"{where}: no connections, though all ranks came to make them, as rank {self.seen_by} saw: "
+                f"{self.reason}. If a rank is gone, its own output says why."
+            )
         return (
             f"{where}: rank {self.rank} is gone, as rank {self.seen_by} saw ({self.reason}). Its own output says why. "
             "This group cannot go on: start the job again, or make a new group of the ranks that are left."
@@ -129,6 +139,9 @@ class Board:
         self.rank = rank
         self.ranks = ranks
         self.seconds = timeout.total_seconds()
+        self.look_seconds = max(LOOK_SECONDS, len(ranks) / LOOKS)
+        self._answering = min(4 * self.look_seconds, 0.05 * self.seconds)
+        """How long ranks have to show that they are there, when one could not connect."""
         self._groups = weakref.ref(store)  # the group's own, whose end is the group's end
         self._store: dist.Store | None = None
 
@@ -160,12 +173,12 @@ class Board:
                 page = self.page(generation)
                 if over.is_set():
                     return
-                page.set(f"here/{self.rank}", "1")
+                page.set(f"here/{self.ranks[self.rank]}", "1")
                 if page.add("arrived", 1) == len(self.ranks):
                     page.compare_set(_NEWS, "", _MET)
                 while not page.check([_NEWS]):
                     if time.monotonic() >= late:
-                        missing[:] = [self.ranks[i] for i in _missing(page, range(len(self.ranks)))]
+                        missing[:] = _without(page, "here", self.ranks)
                     over.wait(pause)
                     if over.is_set():
                         return
@@ -183,39 +196,67 @@ class Board:
         if missing:
             if self._briefly(lambda: self.page(generation).compare_set(_NEWS, "", _FAILED), b"", 0.0) == _MET.encode():
                 return ""  # the last one came in the last moment, and goes on
-            return f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} did not come"
+            return f"{_named(missing)} did not come"
         return "the store of the group does not answer"
+
+    def given_up(self, generation: int) -> bool | None:
+        """Whether another rank could not connect; this one shows that it is there. None: the store does not answer."""
+
+        def look() -> bool:
+            page = self.page(generation)
+            if page.check(["unconnected"]):
+                here = self.ranks[self.rank]
+                page.set(f"saw/{here}", Failure("unconnected", here, here, 0, "", "").to_bytes().decode())
+            return bool(page.check(["failure"]))
+
+        return self._briefly(look, None, 0.0)
 
     def report(self, generation: int, failure: Failure) -> Failure:
         """Write a failure down; returns the first one that was. One that is only suspected is looked into first."""
-        pause = 0.0
+        asking, longer = 0.0, 0.0
         if failure.seen_by == self.ranks[self.rank]:
-            pause = {"late": min(ASKING_SECONDS, 0.03 * self.seconds), "gone": ASKING_SECONDS}.get(failure.kind, 0.0)
+            asking = {"late": min(ASKING_SECONDS, 0.03 * self.seconds), "gone": ASKING_SECONDS}.get(failure.kind, 0.0)
+            longer = self._answering if failure.kind in ("gone", "unconnected") else 0.0
 
         def write() -> bytes:
             page, believed = self.page(generation), failure
-            if pause and not page.check(["failure"]):
-                believed = self._traced(page, failure, pause)
+            if asking + longer and not page.check(["failure"]):
+                believed = self._traced(page, failure, asking)
             first = bytes(page.compare_set("failure", "", believed.to_bytes().decode()))
             page.compare_set(_NEWS, "", _FAILED)
             return first
 
-        return Failure.from_bytes(self._briefly(write, failure.to_bytes(), pause))
+        return Failure.from_bytes(self._briefly(write, failure.to_bytes(), asking + longer))
 
-    def _traced(self, page: dist.PrefixStore, failure: Failure, pause: float) -> Failure:
+    def _traced(self, page: dist.PrefixStore, failure: Failure, asking: float) -> Failure:
         """What the suspected rank suspects, and so on.
 
         Ranks that wait for each other run out of time together, and gloo closes the connections of one that did: to
         those that wait for it, it is late or gone, but it is not to blame.
         """
         page.set(f"saw/{failure.seen_by}", failure.to_bytes().decode())
-        time.sleep(pause)
+        time.sleep(asking)
         chain = [failure]
-        while page.check([f"saw/{chain[-1].rank}"]):
+        while chain[-1].kind != "unconnected" and page.check([f"saw/{chain[-1].rank}"]):
             chain.append(Failure.from_bytes(page.get(f"saw/{chain[-1].rank}")))
-            if chain[-1].rank in [link.seen_by for link in chain]:
+            if chain[-1].kind != "unconnected" and chain[-1].rank in [link.seen_by for link in chain]:
                 return failure  # they suspect each other
-        return chain[-1]
+        if chain[-1].kind != "unconnected":
+            return chain[-1]
+        return self._unheard(page, replace(failure, kind="unconnected", rank=failure.seen_by))
+
+    def _unheard(self, page: dist.PrefixStore, failure: Failure) -> Failure:
+        """A rank could not connect: who does not show that it is there, of those who came to do so?"""
+        page.set("unconnected", "1")
+        start, silent = time.monotonic(), self.ranks
+        while (seconds := time.monotonic() - start) < self._answering and not page.check(["failure"]):
+            time.sleep(self.look_seconds / 5)
+            silent = _without(page, "saw", self.ranks)
+            if len(silent) <= 1 and seconds > 2 * self.look_seconds:
+                break
+        if not silent or self._answering < 2 * self.look_seconds:
+            return failure  # some may not have looked
+        return replace(failure, reason=f"{failure.reason}, and nothing of {_named(silent)} since")
 
     def _briefly(self, action: Callable[[], T], otherwise: T, longer: float) -> T:
         results: list[T] = []
@@ -230,11 +271,15 @@ class Board:
         return results[0] if results else otherwise
 
 
-def _missing(page: dist.PrefixStore, ranks: Sequence[int]) -> list[int]:
-    """Who of these has not come: by halves, since most have."""
-    if page.check([f"here/{rank}" for rank in ranks]):
+def _without(page: dist.PrefixStore, key: str, ranks: Sequence[int]) -> Sequence[int]:
+    """Who of these has not set a key: by halves, since most have."""
+    if page.check([f"{key}/{rank}" for rank in ranks]):
         return []
     if len(ranks) == 1:
-        return list(ranks)
+        return ranks
     half = len(ranks) // 2
-    return _missing(page, ranks[:half]) + _missing(page, ranks[half:])
+    return [*_without(page, key, ranks[:half]), *_without(page, key, ranks[half:])]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from narrowcast.distributed.transport.watched import watched
 from narrowcast.distributed.transport.wire import WireError
 
 FIRST_LOOK_SECONDS = 0.25
@@ -71,32 +72,30 @@ class Guard:
                 self._thread.start()
 
     def watch(self, meeting: Callable[[], None]) -> None:
-        """Let ranks meet in NCCL: that holds the thread, and knows no time limit. Raise where one of them cannot come.
-
-        The thread that it is done in is left to itself then. It does not keep the process alive.
-        """
-        ended, errors = threading.Event(), list[BaseException]()
+        """Let ranks meet in NCCL: that holds the thread, and knows no time limit. Raise where one of them cannot come."""
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        pause = FIRST_LOOK_SECONDS
 
         def meet() -> None:
-            try:
-                with torch.cuda.stream(stream):  # and its device; None is none
-                    meeting()
-            except BaseException as error:
-                errors.append(error)
-            ended.set()
+            with torch.cuda.stream(stream):  # and its device; None is none
+                meeting()
 
-        threading.Thread(target=meet, name="narrowcast meeting", daemon=True).start()
-        waited, pause = 0.0, FIRST_LOOK_SECONDS
-        while not ended.wait(pause):
-            waited += pause
+        def look(waited: float) -> float:
+            nonlocal pause
             error = self._trouble(waited, _NOT_MET)
             if error is not None:
                 raise error
             pause = self._next_pause(pause, waited)
-        if errors:
+            return pause
+
+        try:
+            watched("narrowcast meeting", meet, pause, look)
+        except RuntimeError as error:
             time.sleep(FIRST_LOOK_SECONDS)  # NCCL may see that a peer is gone before gloo does
-            raise self._trouble(0.0, "") or errors[0]
+            trouble = self._trouble(0.0, "")
+            if trouble is None:
+                raise
+            raise trouble from error
 
     def wait(self, seconds: float) -> bool:
         """Wait until the stream is through with every call, for so long at most; whether it is."""

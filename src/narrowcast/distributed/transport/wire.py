@@ -41,7 +41,7 @@ class WireError(Exception):
         super().__init__(reason)
         self.peer = peer
         self.kind = kind
-        """What it says of the peer: "late", "gone", or "unmet" where no connection was made."""
+        """What it says of the peer: "late" or "gone"; where no connection was made, "unmet" or "unconnected"."""
 
 
 class Overtaken(Exception):
