@@ -97,8 +97,12 @@ def carried(links: list[list[Arrivals]], bits: int) -> float:
 
 def held(links: list[list[Arrivals]], bits: int = BITS) -> None:
     """Assert that each of these links has this rate: no byte comes sooner than it allows, and it is reached."""
-    burst = 2 * Link(bits, delay=0.001).burst  # two idle buckets pass what they hold at once
+    cable = Link(bits, delay=0.001)
+    packet = cable.frames * FRAME
     for link in links:
+        # A bucket that is not empty passes a whole packet, and a queue's share of the rate has a bucket of its own of
+        # one packet: it passes that even where the cable's bucket is empty.
+        burst = cable.burst + packet + len(link) * 2 * packet
         for at in sorted(at for stream in link for at, _ in stream):
             assert come(link, at) <= burst + at * bits / 8 * PAYLOAD / FRAME
     assert carried(links, bits) >= 0.9
