@@ -53,7 +53,7 @@ def test_a_suspicion_is_followed_to_the_rank_that_suspects_nobody(
     assert told == [written] * len(told)
 
 
-def test_where_a_rank_cannot_connect_the_one_that_says_nothing_is_named_and_not_the_one_that_left_others_alone() -> None:
+def test_where_a_rank_cannot_connect_the_one_that_says_nothing_is_named_and_not_the_one_that_gave_up() -> None:
     """Who cannot connect gives its connections up: to those that had connected, it is the one that is gone."""
     told, written = _believed(
         _failure("unconnected", 0, 0), _failure("gone", 1, 0), _failure("unconnected", 2, 2), delays=[0.0, 0.1, 0.2]

@@ -72,7 +72,7 @@ class Guard:
                 self._thread.start()
 
     def watch(self, meeting: Callable[[], None]) -> None:
-        """Let ranks meet in NCCL: that holds the thread, and knows no time limit. Raise where one of them cannot come."""
+        """Let ranks meet in NCCL: that holds the thread, without a time limit. Raise where one of them cannot come."""
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         pause = FIRST_LOOK_SECONDS
 
