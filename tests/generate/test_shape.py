@@ -92,6 +92,18 @@ def test_what_cannot_be_read_is_refused_with_the_file_and_the_entry(change: dict
         shape_of(CONFIG | {"max_position_embeddings": 8192} | change, "here/config.json")
 
 
+@pytest.mark.parametrize("entry", ["sliding_window", "attention_chunk_size"])
+def test_a_llama_whose_cache_in_transformers_has_a_window_is_refused(entry: str, tmp_path: Path) -> None:
+    small_llama.llama().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {entry: 4}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert transformers.DynamicCache(config=model.config).layers[0].sliding_window == 4
+    with pytest.raises(nc.errors.ModelKindError, match=f"config.json: {entry} is 4, and the runner attends to every"):
+        load_decoder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {entry: 128}))
+    assert load_decoder(tmp_path).shape.context == 128
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -184,14 +184,27 @@ def _check(config: Mapping[str, Any]) -> None:
         raise ModelKindError(f"hidden_act is {activation!r}, and the runner knows 'silu'.")
     for entry in SIZES:
         _check_number(entry, config[entry], Integral)
-    # Qwen2 has an entry for the window also where it is not used.
-    windowed = config["model_type"] == "mistral" or config.get("use_sliding_window", False)
-    window = config.get("sliding_window") if windowed else None
-    if window is not None and window < config["max_position_embeddings"]:
-        raise ModelKindError(
-            f"sliding_window is {window}, and the runner attends to every position. If your texts stay within that, "
-            f"set max_position_embeddings to {window} in config.json."
-        )
+    for entry in _windows(config):
+        window = config.get(entry)
+        if window is None:
+            continue
+        _check_number(entry, window, Integral)
+        if window < config["max_position_embeddings"]:
+            raise ModelKindError(
+                f"{entry} is {window}, and the runner attends to every position. If your texts stay within that, "
+                f"set max_position_embeddings to {window} in config.json."
+            )
+
+
+def _windows(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Entries that say how far back transformers attends.
+
+    Qwen2 has one also where it is not used. Llama has none, but the cache of transformers' `generate` takes either for
+    one, whatever the model: it keeps no more positions than that.
+    """
+    if config["model_type"] == "qwen2":
+        return ("sliding_window",) if config.get("use_sliding_window", False) else ()
+    return "sliding_window", "attention_chunk_size"
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
