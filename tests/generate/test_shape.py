@@ -79,6 +79,7 @@ def test_entries_mean_what_they_mean_to_transformers(change: dict[str, Any], tmp
         ({"model_type": "mistral", "sliding_window": 4, "use_sliding_window": False}, "sliding_window is 4"),
         ({"rope_parameters": {"rope_type": "linear"}}, "'linear' needs 'factor'"),
         ({"rope_parameters": LLAMA3 | {"factor": "8"}}, "'llama3' needs 'factor'"),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": 4.1}}, "low_freq_factor must not be above high_freq_factor"),
         ({"rope_theta": None}, "'default' needs 'rope_theta'"),
         ({"partial_rotary_factor": 0.5}, "on whole heads"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers='2': must be a whole number"),

@@ -57,6 +57,11 @@ def _check_rotary(rotary: Mapping[str, Any]) -> None:
                 f"rotary embeddings are {dict(rotary)}: {kind!r} needs {entry!r}, a number above 0. Take "
                 "rope_parameters from the config.json that the model was published with."
             )
+    if kind == "llama3" and rotary["low_freq_factor"] > rotary["high_freq_factor"]:
+        raise ModelKindError(
+            f"rotary embeddings are {dict(rotary)}: low_freq_factor must not be above high_freq_factor. Most likely "
+            "the two are swapped."
+        )
 
 
 @dataclass(frozen=True)
