@@ -244,7 +244,9 @@ def test_what_is_no_decoder_is_refused_with_the_way_to_get_one() -> None:
 
 WRONG_SAMPLINGS: list[dict[str, Any]] = [
     *({"temperature": value} for value in (-1.0, float("nan"), float("inf"), 1e-40)),  # divided by 1e-40, all is inf
+    *({"temperature": None}, {"temperature": "1"}, {"top_p": "0.9"}),
     *({"top_k": 0}, {"top_k": 2.5}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": None}),
+    *({"seed": seed} for seed in (2**64, -(2**63) - 1)),
 ]
 
 
@@ -252,6 +254,12 @@ WRONG_SAMPLINGS: list[dict[str, Any]] = [
 def test_wrong_samplings_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(nc.errors.SpecError, match=next(iter(options))):
         Sampling(**options)
+
+
+def test_every_seed_of_torch_draws() -> None:
+    decoder = random_decoder(Shape(64, 1, 4, 128, 32), dtype=torch.float32)
+    for seed in (-(2**63), -1, 2**64 - 1):
+        assert len(generate(decoder, [[1]], 3, Sampling(1.0, seed=seed)).run()[0]) == 3
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ def test_a_llama_whose_cache_in_transformers_has_a_window_is_refused(entry: str,
         ({"rotary": {}}, "knows the types"),
         ({"rotary": {"rope_type": "default"}}, "needs 'rope_theta'"),
         ({"layers": 2.0}, "layers=2.0"),
+        ({"key_heads": -2}, "sizes must be at least 1"),
         ({"ends": ("7",)}, "ends='7'"),
     ],
 )

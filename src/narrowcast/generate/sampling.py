@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from narrowcast.errors import SpecError
 
 COLDEST = 1e-6
+SEEDS = range(-(2**63), 2**64)
+"""What torch.Generator.manual_seed takes."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +29,19 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not COLDEST <= self.temperature < float("inf"):
+        if not isinstance(self.temperature, Real) or not (
+            self.temperature == 0 or COLDEST <= self.temperature < float("inf")
+        ):
             raise SpecError(
                 f"temperature={self.temperature}: must be 0 (the likeliest token), or at least {COLDEST:g} (logits are "
                 "divided by it in fp32), such as 0.8."
             )
         if self.top_k is not None and not (isinstance(self.top_k, Integral) and self.top_k >= 1):
             raise SpecError(f"top_k={self.top_k}: must be a whole number, at least 1, or None for every token.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
+        if self.top_p is not None and not (isinstance(self.top_p, Real) and 0 < self.top_p <= 1):
             raise SpecError(f"top_p={self.top_p}: must be above 0 and at most 1, such as 0.9.")
-        if not isinstance(self.seed, Integral):
-            raise SpecError(f"seed={self.seed}: must be a whole number.")
+        if not isinstance(self.seed, Integral) or int(self.seed) not in SEEDS:
+            raise SpecError(f"seed={self.seed}: must be a whole number, from -2**63 to 2**64 - 1.")
 
     def generator(self, device: torch.device) -> torch.Generator:
         """What draws the tokens of one generation."""

@@ -100,7 +100,7 @@ class Shape:
         object.__setattr__(self, "key_heads", self.key_heads or self.heads)
         object.__setattr__(self, "head_size", self.head_size or self.width // max(self.heads, 1))
         sizes = (self.width, self.layers, self.heads, self.hidden, self.words, self.head_size, self.context)
-        if min(sizes) < 1 or self.heads % self.key_heads or self.head_size % 2:
+        if min(*sizes, self.key_heads) < 1 or self.heads % self.key_heads or self.head_size % 2:
             raise ModelKindError(
                 f"Shape: sizes must be at least 1, key_heads must divide heads, head_size must be even. This is {self}"
             )
