@@ -140,7 +140,8 @@ class Decoder(nn.Module):
     def turns_up_to(self, positions: int, device: torch.device) -> Tensor:
         """The rotations of the first positions, computed once for the longest that were asked for."""
         if self._turns is None or len(self._turns) < positions or self._turns.device != device:
-            self._turns = turns(self.shape, positions).to(device)
+            with torch.inference_mode(False):  # they outlive a generation, and autograd takes no tensor made in one
+                self._turns = turns(self.shape, positions).to(device)
         return self._turns[:positions]
 
     def prefill(self, tokens: Tensor, cache: Cache, sequence: int) -> Tensor:
