@@ -178,6 +178,36 @@ def test_whoever_watches_sees_every_product(calls: list[int]) -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"])
+@pytest.mark.parametrize("way", ["hook", "hook before", "hook of all modules", "forward"])
+def test_a_module_that_was_given_a_hook_or_a_forward_runs_it_at_every_token(name: str, way: str) -> None:
+    decoder, seen = encoded(SHAPE, "int8", torch.float32), []
+    changed = decoder.model.layers[1].get_submodule(name)
+    plain, handle = changed.forward, None
+
+    def see(module: nn.Module, *given: Any) -> None:
+        seen.append(module)
+
+    def forward(x: Tensor) -> Tensor:
+        seen.append(changed)
+        return plain(x)
+
+    if way == "hook":
+        changed.register_forward_hook(see)
+    elif way == "hook before":
+        changed.register_forward_pre_hook(see)
+    elif way == "forward":
+        changed.forward = forward
+    else:
+        handle = nn.modules.module.register_module_forward_hook(see)
+    try:
+        generate(decoder, PROMPTS[:1], 5, stop_at_end=False).run()
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert sum(module is changed for module in seen) == 5
+
+
 def test_weights_that_a_generation_began_with_stay_while_it_runs() -> None:
     decoder = encoded(SHAPE, "int4", torch.bfloat16)
     expected = generate(decoder, PROMPTS, 12).run()

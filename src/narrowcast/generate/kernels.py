@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as global_hooks
 
 from narrowcast.generate.cache import keep, seen
 from narrowcast.generate.rotary import turn
@@ -99,7 +100,8 @@ class Compiled(Torch):
         return Place(at, turns, longest)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
-        if norm.eps is None or not self._takes(x, norm.weight[None], *(() if delta is None else (delta,))):
+        given = (x, norm.weight[None], *(() if delta is None else (delta,)))
+        if norm.eps is None or not (is_untouched(norm) and self._takes(*given)):
             return super().add_norm(x, delta, norm)
         return self._core.add_norm(x, delta, norm.weight, norm.eps)
 
@@ -142,6 +144,12 @@ class Fused:
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         return self._norms.gate(gate, up)
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Whether a call of a module is its class's forward alone: no hooks, no forward of its own, as Accelerate sets."""
+    everywhere = global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks
+    return not (everywhere or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def kernels_for(decoder: nn.Module, device: torch.device) -> Kernels:

@@ -3,18 +3,18 @@
 Between the products of a small decoder Python takes as long as the products do. The core makes the same calls itself
 (kernels/cpu/layers.py). `whole_layers` says why it does not where it does not: each linear must be a plain
 `nc.nn.Linear`, and norms, biases and the cache of one dtype. Weights are read where they lie when a generation begins.
-Whoever watches (hooks, autocast, a profiler, a mode of torch's dispatcher) sees the layers one by one.
+Whoever watches (hooks, a module's own forward, autocast, a profiler, a mode of torch's dispatcher) sees the layers one
+by one.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
 
 from narrowcast.generate.cache import Cache
 from narrowcast.generate.decoder import MLP, Attention, Decoder, Layer
-from narrowcast.generate.kernels import Compiled, Kernels
+from narrowcast.generate.kernels import Compiled, Kernels, is_untouched
 from narrowcast.kernels.cpu.binding import DTYPES, Native
 from narrowcast.kernels.cpu.layers import LayerParts, Layers, Product
 from narrowcast.kernels.operators.dispatch import kernel_for, unwatched
@@ -24,16 +24,16 @@ from narrowcast.nn.modules.linear import Linear
 class EncodedLayers:
     """`WholeLayers` (decoder.py) of one decoder with the cache of one generation."""
 
-    def __init__(self, core: Layers, linears: list[Linear]) -> None:
-        self._core, self._linears = core, linears
+    def __init__(self, core: Layers, replaced: list[nn.Module]) -> None:
+        self._core, self._replaced = core, replaced
+        """`_replaced`: modules that a call of the core stands for."""
 
     def takes(self, x: Tensor) -> bool:
         return (
             x.dtype == self._core.dtype
             and unwatched(x)
             and not torch.is_autocast_enabled("cpu")
-            and not (global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks)
-            and not any(linear._forward_hooks or linear._forward_pre_hooks for linear in self._linears)
+            and all(is_untouched(module) for module in self._replaced)
         )
 
     def __call__(self, x: Tensor, at: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ def whole_layers(decoder: Decoder, cache: Cache, kernels: Kernels) -> tuple[Enco
     assert isinstance(core, Native)
     if cache.batch > core.max_batch[dtype]:
         return None, f"{cache.batch} sequences: for more than {core.max_batch[dtype]}, weights are decoded"
-    parts, linears = [], []
+    parts, replaced = [], list[nn.Module]()
     for number, layer in enumerate(decoder.model.layers):
         if not is_plain(layer):
             return None, f"layer {number}: it, or a module of it, is of another class than the decoder's own"
@@ -63,8 +63,8 @@ def whole_layers(decoder: Decoder, cache: Cache, kernels: Kernels) -> tuple[Enco
         if not fits(described, dtype, layer.self_attn):
             return None, f"layer {number}: dtypes, shapes or strides are not those of a layer of {dtype}"
         parts.append(described)
-        linears += own
-    return EncodedLayers(Layers(core, dtype, parts), linears), "native"  # type: ignore[arg-type]
+        replaced += [*own, layer.input_layernorm, layer.post_attention_layernorm]
+    return EncodedLayers(Layers(core, dtype, parts), replaced), "native"
 
 
 def is_plain(layer: nn.Module) -> bool:
