@@ -173,6 +173,18 @@ def test_a_generation_runs_under_autocast_and_says_how() -> None:
     assert "autocast" in generation.layers
 
 
+@pytest.mark.parametrize("codec", [None, "int8"])
+@pytest.mark.parametrize("other", ["model.norm", "model.embed_tokens", "lm_head"])
+def test_floats_of_two_dtypes_are_refused_with_the_way_to_one(codec: str | None, other: str) -> None:
+    decoder = random_decoder(Shape(64, 1, 4, 128, 32), dtype=torch.bfloat16)
+    decoder.get_submodule(other).float()
+    if codec is not None:
+        nc.quantize_(decoder, codec, rules={"lm_head": None})
+    with pytest.raises(nc.errors.DtypeError, match=r"bfloat16 \(.*float32|float32 \(.*bfloat16"):
+        generate(decoder, [[1, 2]], 3)
+    assert len(generate(decoder.to(torch.bfloat16), [[1, 2]], 3).run()[0]) == 3
+
+
 def test_an_end_token_ends_its_sequence_alone() -> None:
     shape = Shape(64, 1, 4, 128, 32)
     decoder = random_decoder(shape, dtype=torch.float64)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowcast.errors import DtypeError, ModelKindError, ShapeError, SpecError
 from narrowcast.generate.cache import Cache
@@ -21,6 +21,7 @@ from narrowcast.generate.kernels import kernels_for
 from narrowcast.generate.layers import whole_layers
 from narrowcast.generate.sampling import Sampling
 from narrowcast.generate.steps import Choice, Eager, Graph, Steps
+from narrowcast.nn.modules.embedding import Embedding
 
 Prompt = Sequence[int] | Tensor
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32)
@@ -77,6 +78,7 @@ class Generation:
                 f"max_new_tokens={max_new_tokens}: the longest prompt and its continuation take {longest} positions, "
                 f"and the model was made for {decoder.shape.context}. Ask for fewer tokens, or shorten the prompt."
             )
+        _check_dtypes(decoder, device)
         dtype = decoder.model.norm.weight.dtype
         self._cache = Cache(decoder.shape, len(self._prompts), longest, dtype, device)
         self._kernels = kernels_for(decoder, device)
@@ -206,6 +208,24 @@ def _as_tokens(prompt: Prompt, number: int, words: int, device: torch.device) ->
             "from another model's tokenizer."
         )
     return tokens
+
+
+def _check_dtypes(decoder: Decoder, device: torch.device) -> None:
+    """Refuse floats of several dtypes, which files may hold, where activations and the cache have but one."""
+    if torch.is_autocast_enabled(device.type):
+        return
+    kinds = {decoder.model.norm.weight.dtype: "model.norm"}
+    for name, module in decoder.named_modules():
+        if type(module) is Embedding:
+            kinds.setdefault(module.dtype, name)
+        elif type(module) in (nn.Embedding, nn.Linear):
+            kinds.setdefault(module.weight.dtype, name)
+    if len(kinds) > 1:
+        dtypes = " and ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in kinds.items())
+        raise DtypeError(
+            f"decoder: its floats are {dtypes}, and activations have one dtype. Choose it: load_decoder(folder, "
+            "dtype=torch.bfloat16), decoder.to(torch.bfloat16), or narrowcast generate --dtype bfloat16."
+        )
 
 
 def _checked_count(max_new_tokens: int) -> int:
