@@ -346,3 +346,16 @@ def test_a_call_is_launched_as_planned_in_parts_of_a_batch_too(spec: str, batch:
     x, data = (Guarded(x).tensor, Guarded(data).tensor)
     assert choose.linear(out, x, data, recipe, bias)
     assert torch.equal(out, exact(x, data, recipe, bias))
+
+
+@pytest.mark.parametrize(("spec", "batch"), [("int8", 1), ("int4:block=row", 3), ("int4", 20), ("int8", 48)])
+def test_a_bias_whose_elements_do_not_lie_side_by_side_is_added_as_it_reads(spec: str, batch: int) -> None:
+    recipe = nc.codec(spec).recipe(CPU)
+    x, data, _ = whole(Case(spec, batch, torch.float16), recipe, 40, 512)
+    x, data = (Guarded(x).tensor, Guarded(data).tensor)
+    apart = torch.full((40, 3), torch.nan)
+    apart[:, 1] = torch.arange(40) - 20.0
+    for bias in (apart[:, 1], torch.tensor(5.0).expand(40)):  # a column, and one number for all outputs
+        out = torch.full((batch, 40), torch.nan, dtype=torch.float16)
+        assert choose.linear(out, x, data, recipe, bias)
+        assert torch.equal(out, exact(x, data, recipe, bias))

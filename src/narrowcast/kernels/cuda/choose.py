@@ -48,6 +48,7 @@ def linear(out: Tensor, x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | 
     """Multiply, or return False."""
     if x.dtype not in KINDS or (bias is not None and bias.dtype not in KINDS):
         return False
+    bias = None if bias is None else bias.contiguous()  # of which kernels are given the address alone
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
     if _codes(x, data, recipe) is None:
         return False
