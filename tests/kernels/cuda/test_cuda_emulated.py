@@ -8,6 +8,7 @@ reverse, on guarded memory, and must give the same bits.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -359,3 +360,19 @@ def test_a_bias_whose_elements_do_not_lie_side_by_side_is_added_as_it_reads(spec
         out = torch.full((batch, 40), torch.nan, dtype=torch.float16)
         assert choose.linear(out, x, data, recipe, bias)
         assert torch.equal(out, exact(x, data, recipe, bias))
+
+
+@pytest.mark.parametrize("room", [99 << 10, 163 << 10], ids=["consumer card", "A100"])
+@pytest.mark.parametrize("spec", ["int8", "int4", "nf4", "fp8_e4m3"])
+def test_a_long_row_asks_for_no_more_shared_memory_than_the_card_gives(
+    spec: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "_chip", lambda device: (room, False))
+    recipe = nc.codec(spec).recipe(CPU)
+    for batch, k in itertools.product((1, 3, 16), (4096, 28672, 53248, 1 << 17)):  # 28672: down_proj, 70B
+        x, data = torch.empty(batch, k, dtype=torch.bfloat16), torch.empty(1, layout(recipe.format, k).row_bytes)
+        cut = choose.cut_of(Guarded(x).tensor, Guarded(data.byte()).tensor, recipe, None)
+        if cut is not None:  # else Triton multiplies
+            assert cut.shared + (0 if spec in ("int8", "int4") else 32 << 10) < room
+        elif batch > 1 or k < 30_000:
+            pytest.fail(f"no cut for {batch} rows of {k}")

@@ -125,7 +125,8 @@ def cut_of(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Cut 
     codes, kind = _codes(x, data, recipe), -1 if bias is None else KINDS[bias.dtype]
     if codes is None:
         return None
-    return choose_cut(codes, recipe.format, len(x), len(data), x.shape[1], KINDS[x.dtype], kind, _processors(x.device))
+    sizes = (len(x), len(data), x.shape[1], KINDS[x.dtype], kind, _processors(x.device), _chip(x.device)[0])
+    return choose_cut(codes, recipe.format, *sizes)
 
 
 def ring_of(x: Tensor, data: Tensor, recipe: Recipe, bias: Tensor | None) -> Ring | None:

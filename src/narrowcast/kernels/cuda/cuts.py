@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from narrowcast.kernels.cuda.formats import BYTES, INT4, INT8, PAIRS, block_of
+from narrowcast.kernels.cuda.formats import BYTES, INT4, INT8, PAIRS, TABLE, block_of
 from narrowcast.kernels.layout import Format
 
 LARGE = 60_000_000
@@ -20,8 +20,9 @@ HUGE = 100_000_000
 TILED = {8: 16, 4: 32}
 """The largest batch that tile.cu takes at once, by bits: 4-bit codes go twice."""
 
-SHARED = 200 << 10
-"""Shared memory that a block may ask for, with some to spare."""
+SHARED, SPARE = 200 << 10, 1 << 10
+"""Shared memory that a block asks for at most, and what it leaves of that which the GPU gives a block: a consumer card
+has 99 KB, an A100 163."""
 
 
 class Cut(NamedTuple):
@@ -36,12 +37,23 @@ class Cut(NamedTuple):
 
 @cache
 def choose_cut(
-    codes: int, format: Format, batch: int, n: int, k: int, kind: int, bias: int, processors: int
+    codes: int,
+    format: Format,
+    batch: int,
+    n: int,
+    k: int,
+    kind: int,
+    bias: int,
+    processors: int,
+    room: int = SHARED + SPARE,
 ) -> Cut | None:
-    """How a multiplication of these sizes is cut, or None: neither kernel is made for it."""
-    block = block_of(format, k)
+    """How a multiplication of these sizes is cut, or None: neither kernel is made for it.
+
+    `room` is the shared memory that the GPU gives a block.
+    """
+    block, room = block_of(format, k), min(SHARED, room - SPARE)
     common = {"CODES": codes, "X": kind, "BIAS": bias, "SCALE": int(format.scale), "BLOCK": block, "UNROLL": 1}
-    if codes == INT8 and batch == 1 and block % 16 == 0 and -(-k // 512) * 2048 <= SHARED:
+    if codes == INT8 and batch == 1 and block % 16 == 0 and -(-k // 512) * 2048 <= room:
         rows, teams, parts, waves = (2, 8, 2, 1 << 20) if n * k < LARGE else (4, 4, 2, 8)
         defines = common | {"ROWS": rows, "TEAMS": teams, "KS": parts, "RESIDENT": 1024}
         grid = min(processors * waves, -(-n // (rows * teams)))
@@ -68,7 +80,7 @@ def choose_cut(
         parts, tall, resident = (8, 1, 1024) if tiles == 1 else (8, 2, 512)
     walking = table or (tiles == 2 and tall == 2) or (many and resident < 1024)
     grid = processors * resident // (32 * parts) if walking else n
-    return tile_cut(common, codes, wide, tiles, tall, parts, resident, n, k, grid)
+    return tile_cut(common, codes, wide, tiles, tall, parts, resident, n, k, grid, room)
 
 
 def tile_cut(
@@ -82,14 +94,15 @@ def tile_cut(
     n: int,
     k: int,
     grid: int,
+    room: int = SHARED,
 ) -> Cut | None:
     """A cut for `tile` of cuda/."""
     defines = common | {"WIDE": wide, "TILES": tiles, "TALL": tall, "KS": parts, "RESIDENT": resident}
     chunk = 4 * wide * (2 if codes in (INT4, PAIRS) else 1)
     shared = 2 * 4 * parts * 16 * tall * max(1, 8 * tiles)  # sums
     shared += 0 if tiles else (-(-k // chunk) + 1) * chunk * 2  # x
-    held = 32 << 10 if codes in (BYTES, PAIRS) else 0
-    if shared + held > SHARED:
+    held = TABLE if codes in (BYTES, PAIRS) else 0
+    if shared + held > room:
         return None
     return Cut("tile", tuple(defines.items()), min(grid, -(-n // (16 * tall))), 32 * parts, shared)
 
