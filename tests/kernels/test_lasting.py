@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import narrowcast as nc
+from narrowcast.kernels.cuda import formats
 from narrowcast.kernels.lasting import lasting
 
 
@@ -35,3 +37,20 @@ def test_what_goes_wrong_is_raised_where_it_was_asked_for(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     with pytest.raises(ZeroDivisionError):
         lasting(lambda: 1 // 0, torch.device("cuda"))
+
+
+def test_numbers_that_a_graph_writes_are_not_those_of_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, device = nc.codec("nf4").recipe(torch.device("cpu")), torch.device("cuda", 0)
+    for name, memory in (("_make_numbers", lambda *given: torch.empty(256, 2)), ("_tables", {})):
+        monkeypatch.setattr(formats, name, memory)
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    of_the_graph = formats.numbers_of(recipe, device)
+    capturing[0] = False
+    numbers = formats.numbers_of(recipe, device)
+    assert numbers is not of_the_graph
+    assert formats.numbers_of(recipe, device) is numbers
+    capturing[0] = True  # another graph may read what is there
+    assert formats.numbers_of(recipe, device) is numbers

@@ -90,7 +90,10 @@ def numbers_of(recipe: Recipe, device: torch.device) -> Tensor | None:
         return None
     key = (recipe.format.element, recipe.format.bits, device, None if recipe.table is None else recipe.table.data_ptr())
     if key not in _tables:
-        _tables[key] = lasting(lambda: _make_numbers(recipe, device), device), recipe.table
+        numbers = lasting(lambda: _make_numbers(recipe, device), device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return numbers  # which the graph writes, each time it runs: no other call may read them
+        _tables[key] = numbers, recipe.table
     return _tables[key][0]
 
 
