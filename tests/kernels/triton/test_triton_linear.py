@@ -141,6 +141,18 @@ def test_a_block_that_is_not_finite_spoils_its_own_output_alone(kernel: Kernel) 
 
 
 @here
+def test_rows_of_x_may_lie_further_apart_than_32_bits_count(kernel: Kernel) -> None:
+    """As the last positions of five sequences do, which an output matrix is multiplied by."""
+    codec, apart = nc.codec("int3"), 2**31 // 4 + 64
+    x = torch.empty(4 * apart + 64, dtype=torch.float16, device=DEVICE).as_strided((5, 64), (apart, 1))
+    x.copy_(torch.arange(5)[:, None].expand(5, 64))
+    data, recipe = codec.encode(torch.ones(16, 64, device=DEVICE)), codec.recipe(torch.device(DEVICE))
+    out = torch.empty(5, 16, dtype=torch.float16, device=DEVICE)
+    assert kernel.linear(out, x, data, recipe, None)
+    assert torch.equal(out, (x.double() @ codec.decode(data, 64).double().t()).to(torch.float16))
+
+
+@here
 def test_large_batches_and_fp64_are_left_to_the_caller(kernel: Kernel) -> None:
     codec = nc.codec("int8")
     recipe = codec.recipe(torch.device(DEVICE))

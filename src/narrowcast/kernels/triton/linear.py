@@ -103,7 +103,7 @@ def product(code, x, data, scales_of, zeros_of, levels, inside, wanted, place, n
         value = value * scale_value(tl.load(scales_of[:, None] + group[None, :], mask=there, other=0), SCALE)
     # Codes past the row's end are zeros, which a table of levels may take for anything.
     value = tl.where(there, value, 0.0)
-    column = tl.arange(0, BATCH)
+    column = tl.arange(0, BATCH).to(tl.int64)  # the last of long sequences lie far apart
     some = tl.load(x + column[None, :] * x_stride + place[:, None],
                    mask=wanted[None, :] & (place < numel)[:, None], other=0)  # fmt: skip
     if NATIVE and OUTPUT != "fp32":
