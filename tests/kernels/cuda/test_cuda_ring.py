@@ -139,6 +139,7 @@ def test_layers_with_rows_of_4096_to_8192_have_a_plan_that_fits(spec: str, n: in
         ("int4:block=96", 4096, 0, 2),  # chunks with parts of blocks
         ("int4:block=32", 4096, 0, 2),  # four blocks in a chunk
         ("int8", 4096, 4096, 2),  # rows far apart
+        ("int8", 4096, -16, 2),  # rows that overlap
         ("fp8_e5m2", 4096, 0, 2),
         ("int6", 4096, 0, 2),
     ],

@@ -66,8 +66,8 @@ def direct_codes(format: Format) -> int | None:
 def choose_ring(format: Format, n: int, k: int, stride: int, kind: int, bias: int, processors: int) -> Ring | None:
     """How a product is divided, or None: the kernel is not made for it. `stride` is in bytes, from row to row of W."""
     codes, row_bytes = direct_codes(format), layout(format, k).row_bytes
-    if codes is None or kind == 0 or k not in TIMED or stride > row_bytes + row_bytes // 8:
-        return None
+    if codes is None or kind == 0 or k not in TIMED or not row_bytes <= stride <= row_bytes + row_bytes // 8:
+        return None  # rows that overlap take more of the ring than it has for a tile
     small = n <= 32 * processors
     first = Division(16 if small and codes == INT4 else 8, 2, 1 if codes == INT4 or (small and codes != PAIRS) else 2)
     rings = (divide(format, n, k, stride, kind, bias, processors, way) for way in (first, Division(16, 1, 1)))
