@@ -68,6 +68,8 @@ class NcclWire:
         self.turns = self.size
         self.trouble: WireError | None = None
         """Why what the stream was given is lost."""
+        self._own_words = b""
+        """The reason that this rank gave when it broke the connections before the stream was through."""
         self.told = False
         """Whether a `wait` has said so."""
         self._two = not pair
@@ -189,7 +191,7 @@ class NcclWire:
         ranks = self.control.gloo.ranks
         failure = Failure(error.kind, ranks[error.peer], ranks[self.rank], 0, op, str(error))
         with contextlib.suppress(ValueError):  # it gave no reason
-            failure = Failure.from_bytes(self.last_words(error.peer))
+            failure = Failure.from_bytes(self._own_words if error.peer == self.rank else self.last_words(error.peer))
         return failure.error(op, self._timeout)
 
     def trim(self) -> None:
@@ -201,6 +203,7 @@ class NcclWire:
 
     def close(self, last_words: bytes = b"") -> None:
         self._guard.close()
+        self._lose_unfinished(last_words)
         self.control.close(last_words)
         self._abort()
 
@@ -213,6 +216,8 @@ class NcclWire:
         if through:
             groups, self._groups = self._groups, []
             _at_the_same_time(groups, "shutdown")
+        else:
+            self._lose_unfinished(b"")
         self._abort()
         self.control.retire()
 
@@ -243,6 +248,12 @@ class NcclWire:
             group.alltoall(into, rows).wait()
         for group, numel in itertools.product(self._groups if self._two else (), SUMS):
             group.allreduce([torch.zeros(numel, dtype=torch.float32, device=device)]).wait()
+
+    def _lose_unfinished(self, words: bytes) -> None:
+        """Calls that the stream is not through with end with the communicators, whether the guard has looked or not."""
+        if self.trouble is None and self._guard.unfinished():
+            self._own_words = words
+            self.trouble = WireError(self.rank, "the connections were given up before the stream was through", "gone")
 
     def _give_up(self, error: WireError) -> None:
         self.trouble = error

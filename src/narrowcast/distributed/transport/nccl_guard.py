@@ -105,6 +105,15 @@ class Guard:
             time.sleep(0.001)
         return self._came()
 
+    def unfinished(self) -> bool:
+        """Whether the stream was given a call that it is not through with, or cannot say."""
+        with self._lock:
+            newest = self._newest
+        try:
+            return newest is not None and not newest.query()
+        except RuntimeError:
+            return True
+
     def close(self) -> None:
         self._closed.set()
 
