@@ -81,14 +81,11 @@ inline bool with_words(const Spec& spec, int32_t way, const F& f) {
     return true;
 }
 
-// Steps [step, end) of 32 rows, into a tile. The codes of the next tile, which may be the first of the 32 rows to come, are asked for:
-// those of a tile farther off would be driven out of the cache again by x.
+// Steps [step, end) of 32 rows, into a tile.
 template <class Code>
-__attribute__((noinline)) void decode_tile(const Code& code, const Steps& steps, Panel& panel, int64_t step, int64_t end, int64_t stride,
-                                           float* tile) {
-    const bool last = end == steps.all;
-    const int64_t ahead = last ? PANEL * stride - step * Code::BYTES : (end - step) * Code::BYTES;
+__attribute__((noinline)) void decode_tile(const Code& code, const Steps& steps, Panel& panel, int64_t step, int64_t end, float* tile) {
     constexpr int WORDS = Code::EACH / Code::Kind::PER;
+    const int words_of_block = LANES / int(steps.blocks);
     for (; step < end; ++step, tile += LANES * WORDS * PANEL) {
         const int64_t block = steps.blocks > 1 ? step * steps.blocks : step / steps.flush;
         for (int half = 0; half < PANEL; half += LANES) {
@@ -96,16 +93,18 @@ __attribute__((noinline)) void decode_tile(const Code& code, const Steps& steps,
 #pragma GCC unroll 16
             for (int r = 0; r < LANES; ++r) {
                 const uint8_t* at = step < steps.whole ? panel.row[half + r] + step * Code::BYTES : panel.tail[half + r];
-                __builtin_prefetch(panel.row[half + r] + step * Code::BYTES + ahead, 0, 2);
                 words[r] = code.words(at);
             }
             transpose(words);
-            for (int i = 0; i < LANES; ++i) {
-                if constexpr (Code::CHECKED) panel.odd[half / LANES] |= code.odd(words[i]);
-                const int64_t place = (block + i * steps.blocks / LANES) * PANEL + half;
+            int64_t place = block * PANEL + half;
+            float* to = tile + half;
+            for (int i = 0; i < LANES; place += PANEL) {
                 const Vector scale = Code::Kind::SCALED ? read<Vector>(panel.scales + place) : Vector{};
                 const Vector zero = Code::AFFINE_CODES ? read<Vector>(&panel.zeros[size_t(place)]) : Vector{};
-                code.put(words[i], scale, zero, tile + i * WORDS * PANEL + half, std::make_integer_sequence<int, WORDS>());
+                for (const int end_of_block = i + words_of_block; i < end_of_block; ++i, to += WORDS * PANEL) {
+                    if constexpr (Code::CHECKED) panel.odd[half / LANES] |= code.odd(words[i]);
+                    code.put(words[i], scale, zero, to, std::make_integer_sequence<int, WORDS>());
+                }
             }
         }
     }

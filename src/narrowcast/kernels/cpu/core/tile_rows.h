@@ -1,7 +1,7 @@
 // 32 encoded rows on their way into tiles: their codes in words, turned so that a vector holds one word of 16 rows, and their scales.
 
 #pragma once
-#include "tile_x.h"
+#include "tile_sums.h"
 #include "transpose.h"
 
 #if defined(__AVX512BF16__)
@@ -46,6 +46,13 @@ struct Panel {
                 }
             }
         }
+    }
+
+    // The codes of the tile that begins at this step, or, at the end of the rows, of the first one of the rows to come; so many lines of
+    // groups are multiplied until then. Codes may begin within a cache line, and a load may reach past them into the next.
+    Coming codes_from(int64_t step, const Steps& steps, const Cut& cut, int64_t bytes, int64_t stride, int64_t lines) const {
+        const int64_t every = (cut.steps * bytes + 127) / 64 * PANEL;
+        return {row, step < steps.all ? step * bytes : PANEL * stride, 0, every, (every + lines - 1) / lines};
     }
 
    private:

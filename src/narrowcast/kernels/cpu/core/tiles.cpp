@@ -63,11 +63,12 @@ void tile_rows(const Code& code, const Spec& spec, const Product& product, int64
         for (int64_t i = 0, step = 0; i < cut.tiles; ++i, step += cut.steps) {
             const int64_t block = steps.blocks > 1 ? step * steps.blocks : step / steps.flush;
             const Tile tile{words, panel.scales + block * PANEL, cut.lines_of(i), cut.segment};
-            decode_tile(code, steps, panel, step, std::min(steps.all, step + cut.steps), product.stride, words);
+            decode_tile(code, steps, panel, step, std::min(steps.all, step + cut.steps), words);
+            Coming coming = panel.codes_from(step + cut.steps, steps, cut, Code::BYTES, product.stride, tile.lines * groups.count);
             const float* x = product.prepared + i * cut.lines * product.batch * LINE;
             for (int64_t group = 0; group < groups.count; ++group) {
                 const int64_t begin = groups.begin(group), size = groups.begin(group + 1) - begin;
-                add_group<Kind>(size, tile, x + begin * tile.lines * LINE, y + begin * PANEL, std::make_integer_sequence<int, GROUP>());
+                add_group<Kind>(size, tile, x + begin * tile.lines * LINE, y + begin * PANEL, coming, std::make_integer_sequence<int, GROUP>());
                 if (i == cut.tiles - 1) place.put(begin, begin + size, y);  // its stores take place while the next group is multiplied
             }
         }
