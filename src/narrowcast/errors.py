@@ -124,6 +124,10 @@ class CaptureError(NarrowcastError, RuntimeError):
     """A decoding step cannot be captured as a CUDA graph."""
 
 
+class LogitsError(NarrowcastError, ArithmeticError):
+    """A decoder's logits are NaN: no token can be chosen."""
+
+
 class CalibrationError(NarrowcastError, RuntimeError):
     """A quantizer has no clip yet, or no data to choose one from."""
 

@@ -13,6 +13,7 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.generate import Decoder, Sampling, Shape, fuse_, generate, load_decoder, random_decoder
 from narrowcast.generate.cache import Cache
+from narrowcast.generate.sampling import NONE
 
 transformers = pytest.importorskip("transformers")
 import small_llama  # noqa: E402
@@ -212,6 +213,13 @@ def test_draws_come_from_the_tokens_that_are_allowed(options: dict[str, Any], al
     order = [1, 3, 0, 2]
     assert set(drawn.tolist()) == set(order[:allowed])
     assert torch.equal(drawn, sampling.choose(logits, sampling.generator(torch.device("cpu"))))
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2, "top_p": 0.5}])
+def test_no_token_is_chosen_where_logits_are_nan(options: dict[str, Any]) -> None:
+    logits = torch.tensor([[1.0, 9.0, -3.0], [1.0, torch.nan, -3.0], [torch.nan] * 3, [-60.0, -70.0, 60.0]])
+    sampling = Sampling(**options)
+    assert sampling.choose(logits, sampling.generator(logits.device)).tolist() == [1, NONE, NONE, 2]
 
 
 @pytest.mark.parametrize(

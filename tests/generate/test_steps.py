@@ -7,6 +7,7 @@ import torch
 
 import narrowcast as nc
 from compile_cases import check_compiled
+from narrowcast.errors import LogitsError
 from narrowcast.generate import Decoder, Sampling, Shape, fuse_, generate, random_decoder
 from narrowcast.generate.cache import Cache
 from narrowcast.generate.decoder import Layer
@@ -34,15 +35,7 @@ class Behind(Eager):
         return self._unread.pop(0)
 
 
-@pytest.mark.parametrize("end", [None, 2])
-def test_reading_one_step_behind_gives_the_same_texts(end: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = random_decoder(SHAPE, dtype=torch.float64)
-    limit = 9
-    if end is not None:
-        last = generate(decoder, PROMPTS[:1], limit).run()[0][end]
-        decoder = random_decoder(Shape(128, 2, 4, 256, 64, key_heads=2, ends=(last,)), dtype=torch.float64)
-    prompts = PROMPTS if end is None else PROMPTS[:1]
-    expected = generate(decoder, prompts, limit).run()
+def read_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Generation._make_steps
 
     def behind(self: Generation, chosen: torch.Tensor, generator: torch.Generator) -> Behind:
@@ -53,11 +46,43 @@ def test_reading_one_step_behind_gives_the_same_texts(end: int | None, monkeypat
         return eager
 
     monkeypatch.setattr(Generation, "_make_steps", behind)
+
+
+@pytest.mark.parametrize("end", [None, 2])
+def test_reading_one_step_behind_gives_the_same_texts(end: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = random_decoder(SHAPE, dtype=torch.float64)
+    limit = 9
+    if end is not None:
+        last = generate(decoder, PROMPTS[:1], limit).run()[0][end]
+        decoder = random_decoder(Shape(128, 2, 4, 256, 64, key_heads=2, ends=(last,)), dtype=torch.float64)
+    prompts = PROMPTS if end is None else PROMPTS[:1]
+    expected = generate(decoder, prompts, limit).run()
+    read_behind(monkeypatch)
     Behind.begun = 0
     assert generate(decoder, prompts, limit).run() == expected
     # No step is begun beyond the last position, and at most one that nobody reads.
     assert Behind.begun <= limit - 1
     assert Behind.begun <= max(map(len, expected))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_weight_that_is_nan_ends_a_generation_in_words(
+    behind: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, sampling = random_decoder(SHAPE, dtype=torch.float32), Sampling(temperature)
+    words = generate(decoder, [[3]], 2, sampling).run()[0]
+    if behind:
+        read_behind(monkeypatch)
+    for number, token in enumerate([3, *words]):
+        weights = decoder.model.embed_tokens.weight.detach()
+        kept = weights[token].clone()
+        weights[token] = torch.nan
+        generation = generate(decoder, [[3]], 4, sampling)
+        with pytest.raises(LogitsError, match=f"sequence 0 has logits of NaN after {number} new tokens"):
+            generation.run()
+        assert generation.tokens == [words[:number]]
+        weights[token] = kept
 
 
 def test_on_a_cpu_the_compiled_core_runs_and_says_so() -> None:

@@ -14,12 +14,12 @@ from numbers import Integral
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import DtypeError, ModelKindError, ShapeError, SpecError
+from narrowcast.errors import DtypeError, LogitsError, ModelKindError, ShapeError, SpecError
 from narrowcast.generate.cache import Cache
 from narrowcast.generate.decoder import Decoder
 from narrowcast.generate.kernels import kernels_for
 from narrowcast.generate.layers import whole_layers
-from narrowcast.generate.sampling import Sampling
+from narrowcast.generate.sampling import NONE, Sampling
 from narrowcast.generate.steps import Choice, Eager, Graph, Steps
 from narrowcast.nn.modules.embedding import Embedding
 
@@ -172,6 +172,13 @@ class Generation:
         """Add the tokens of sequences that have not ended."""
         new: list[int | None] = []
         for i, token in enumerate(chosen):
+            if token == NONE and not self._done(i):
+                raise LogitsError(
+                    f"generate: sequence {i} has logits of NaN after {len(self.tokens[i])} new tokens. Either a weight "
+                    "holds a NaN or an infinity, of which a codec makes a block of NaNs (narrowcast inspect names it), "
+                    "or activations are too large for fp16: load the model in torch.bfloat16. What was written until "
+                    "here is in .tokens."
+                )
             new.append(None if self._done(i) else token)
             if new[-1] is not None:
                 self.tokens[i].append(token)

@@ -13,6 +13,8 @@ from narrowcast.errors import SpecError
 COLDEST = 1e-6
 SEEDS = range(-(2**63), 2**64)
 """What torch.Generator.manual_seed takes."""
+NONE = -1
+"""In place of a token, where logits say of none that it is likelier than others."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,10 @@ class Sampling:
         return torch.Generator(device).manual_seed(int(self.seed))
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """The next token of each sequence: [batch, words] to [batch]."""
+        """The next token of each sequence: [batch, words] to [batch]. NONE where logits hold a NaN."""
         if self.temperature == 0:
-            return logits.argmax(-1)
+            highest, tokens = logits.max(-1)
+            return tokens.masked_fill(highest.isnan(), NONE)
         scores = logits.float() / self.temperature
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             least = scores.topk(int(self.top_k), -1).values[:, -1:]
@@ -59,7 +62,8 @@ class Sampling:
             scores = self._within_mass(scores, self.top_p)
         # What torch.multinomial does for one draw, without its checks, which wait for the device.
         waits = torch.empty_like(scores).exponential_(generator=generator)
-        return (scores.softmax(-1) / waits).argmax(-1)
+        shares = scores.softmax(-1)  # all of them NaN, where one score is; or infinite
+        return (shares / waits).argmax(-1).masked_fill(shares[:, 0].isnan(), NONE)
 
     def _within_mass(self, scores: Tensor, mass: float) -> Tensor:
         """Only the likeliest tokens that together have `mass`: each whose likelier ones have less. One always stays."""

@@ -34,8 +34,9 @@ class Choice(NamedTuple):
     """All layers in one call, on a CPU."""
 
     def next(self, tokens: Tensor, at: Tensor, longest: int) -> Tensor:
+        """The tokens after `tokens`, at the positions `at`. After NONE, with which a graph goes on, come any."""
         with weights_written_long_ago():
-            logits = self.decoder.advance(tokens, at, self.cache, longest, self.kernels, self.whole)
+            logits = self.decoder.advance(tokens.clamp_min(0), at, self.cache, longest, self.kernels, self.whole)
         return self.sampling.choose(logits, self.generator)
 
 
