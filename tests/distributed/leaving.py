@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from narrowcast import distributed as ncd
+from narrowcast.distributed.transport.gloo_connections import _Addresses
 
 
 def main(way: str, rank: int, store: str) -> None:
@@ -24,7 +25,7 @@ def main(way: str, rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     if way == "plain":
         time.sleep(1)
-    elif way != "never met":
+    elif way not in ("never met", "connecting"):
         ncd.all_reduce(torch.ones(10))
         dist.barrier()
     if way == "in flight":
@@ -41,6 +42,11 @@ def main(way: str, rank: int, store: str) -> None:
         if rank == 1:
             faults.at("after headers", lambda: time.sleep(30))
         ncd.all_reduce(torch.ones(20_000_000), async_op=True)
+        time.sleep(1 + rank)
+    elif way == "connecting":
+        if rank == 1:
+            _Addresses.set = lambda *given: time.sleep(30)  # type: ignore[assignment,method-assign]
+        ncd.all_reduce(torch.ones(10), async_op=True)
         time.sleep(1 + rank)
     elif way == "fork":
         work = ncd.all_reduce(torch.ones(2_000_000), async_op=True)

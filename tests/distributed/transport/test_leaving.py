@@ -51,7 +51,7 @@ def _leave(way: str, tmp_path: Path) -> list[tuple[int, float, str]]:
     return [(code, seconds - plain, err) for code, seconds, err in leaving]
 
 
-@pytest.mark.parametrize("way", ["in flight", "hang", "never met", "half-way", "fork"])
+@pytest.mark.parametrize("way", ["in flight", "hang", "never met", "half-way", "connecting", "fork"])
 def test_a_process_ends_soon_and_silently(way: str, tmp_path: Path) -> None:
     for code, seconds, err in _leave(way, tmp_path):
         assert code == (5 if way == "hang" else 0), err

@@ -7,7 +7,9 @@ receive from the start, and then breaks them: every peer that waits for this ran
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -24,6 +26,13 @@ from narrowcast.distributed.transport.wire import WireError
 
 LAST_WORDS_BYTES = 2048
 _LAST_WORDS, _NEVER_SENT = 1, 2  # tags; 0 and those from 3 on belong to wires
+
+LEAVING_SECONDS = 1.0
+"""How long the end of the process waits for threads that look for addresses: they do so every quarter of a second."""
+
+_waiting: set[threading.Thread] = set()
+"""The threads that gloo looks for addresses in."""
+_ending = threading.Event()
 
 
 class _Addresses(dist.Store):
@@ -49,11 +58,17 @@ class _Addresses(dist.Store):
             return
         every = [each for key in keys for each in self._like(key)]
         deadline, pause = time.monotonic() + timeout.total_seconds(), 0.002
-        while not self._store.check(every):
-            if time.monotonic() >= deadline:
-                raise RuntimeError("timed out: an address is missing")
-            time.sleep(pause)
-            pause = min(0.25, 2 * pause)
+        _waiting.add(threading.current_thread())
+        try:
+            while not self._store.check(every):
+                if time.monotonic() >= deadline:
+                    raise RuntimeError("timed out: an address is missing")
+                if _ending.is_set():
+                    raise RuntimeError("the process ends")
+                time.sleep(pause)
+                pause = min(0.25, 2 * pause)
+        finally:
+            _waiting.discard(threading.current_thread())
 
     def get(self, key: str) -> bytes:
         if key not in self._known:
@@ -132,3 +147,14 @@ class Gloo:
     def last_words(self, peer: int) -> bytes:
         """The reason that a peer gave when it broke the connections; nothing from one that gave none."""
         return self._heard[peer].numpy().tobytes().rstrip(b"\0")
+
+
+@atexit.register
+def _end_waits() -> None:
+    """Let threads out of gloo before the interpreter ends, which ends them where they are next in Python: below the
+    C++ of gloo that aborts the process."""
+    threads = _waiting - {threading.current_thread()}
+    _ending.set()
+    deadline = time.monotonic() + LEAVING_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
