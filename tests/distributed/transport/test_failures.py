@@ -62,6 +62,13 @@ def test_where_a_rank_cannot_connect_the_one_that_says_nothing_is_named_and_not_
     assert told == [written] * 3
 
 
+def test_who_ran_out_of_time_for_a_rank_that_could_not_connect_is_told_the_same_though_others_say_nothing() -> None:
+    """Rank 1 had connected, so its time was over a little later. Ranks 2 and 3 are stopped."""
+    told, written = _believed(_failure("unconnected", 0, 0), _failure("late", 1, 0), delays=[0.0, 0.05])
+    assert (written.kind, written.reason) == ("unconnected", "a reason, and nothing of ranks 2, 3 since")
+    assert told == [written] * 2
+
+
 def test_who_connects_shows_that_it_is_there_and_learns_that_another_could_not() -> None:
     store = dist.HashStore()
     one, other = (Board("test", store, rank, [5, 6, 7], timedelta(seconds=20)) for rank in (0, 2))

@@ -216,19 +216,20 @@ class Board:
         asking, longer = 0.0, 0.0
         if failure.seen_by == self.ranks[self.rank]:
             asking = {"late": min(ASKING_SECONDS, 0.03 * self.seconds), "gone": ASKING_SECONDS}.get(failure.kind, 0.0)
-            longer = self._answering if failure.kind in ("gone", "unconnected") else 0.0
+            late = min(self._answering, 0.05 * self.seconds - asking)
+            longer = {"late": late, "gone": self._answering, "unconnected": self._answering}.get(failure.kind, 0.0)
 
         def write() -> bytes:
             page, believed = self.page(generation), failure
             if asking + longer and not page.check(["failure"]):
-                believed = self._traced(page, failure, asking)
+                believed = self._traced(page, failure, asking, longer)
             first = bytes(page.compare_set("failure", "", believed.to_bytes().decode()))
             page.compare_set(_NEWS, "", _FAILED)
             return first
 
         return Failure.from_bytes(self._briefly(write, failure.to_bytes(), asking + longer))
 
-    def _traced(self, page: dist.PrefixStore, failure: Failure, asking: float) -> Failure:
+    def _traced(self, page: dist.PrefixStore, failure: Failure, asking: float, answering: float) -> Failure:
         """What the suspected rank suspects, and so on.
 
         Ranks that wait for each other run out of time together, and gloo closes the connections of one that did: to
@@ -243,18 +244,18 @@ class Board:
                 return failure  # they suspect each other
         if chain[-1].kind != "unconnected":
             return chain[-1]
-        return self._unheard(page, replace(failure, kind="unconnected", rank=failure.seen_by))
+        return self._unheard(page, replace(failure, kind="unconnected", rank=failure.seen_by), answering)
 
-    def _unheard(self, page: dist.PrefixStore, failure: Failure) -> Failure:
+    def _unheard(self, page: dist.PrefixStore, failure: Failure, answering: float) -> Failure:
         """A rank could not connect: who does not show that it is there, of those who came to do so?"""
         page.set("unconnected", "1")
         start, silent = time.monotonic(), self.ranks
-        while (seconds := time.monotonic() - start) < self._answering and not page.check(["failure"]):
+        while (seconds := time.monotonic() - start) < answering and not page.check(["failure"]):
             time.sleep(self.look_seconds / 5)
             silent = _without(page, "saw", self.ranks)
             if len(silent) <= 1 and seconds > 2 * self.look_seconds:
                 break
-        if not silent or self._answering < 2 * self.look_seconds:
+        if not silent or answering < 2 * self.look_seconds:
             return failure  # some may not have looked
         return replace(failure, reason=f"{failure.reason}, and nothing of {_named(silent)} since")
 
