@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,7 +82,7 @@ def test_who_connects_shows_that_it_is_there_and_learns_that_another_could_not()
     assert other.given_up(0) is True
 
 
-def test_a_store_that_does_not_answer_does_not_hold_up_who_looks() -> None:
+def test_a_store_that_does_not_answer_holds_up_one_thread_and_not_who_looks() -> None:
     class Silent(dist.HashStore):
         def clone(self) -> dist.Store:
             time.sleep(1000)
@@ -92,6 +93,9 @@ def test_a_store_that_does_not_answer_does_not_hold_up_who_looks() -> None:
     start = time.monotonic()
     assert board.given_up(0) is None
     assert time.monotonic() - start < within(0.5)
+    threads = threading.active_count()
+    assert [board.given_up(0) for _ in range(5)] == [None] * 5
+    assert threading.active_count() == threads, "each look leaves a thread that waits for the store"
 
 
 def test_of_ranks_that_suspect_each_other_the_first_is_believed() -> None:

@@ -142,6 +142,7 @@ class Board:
         self.look_seconds = max(LOOK_SECONDS, len(ranks) / LOOKS)
         self._answering = min(4 * self.look_seconds, 0.05 * self.seconds)
         """How long ranks have to show that they are there, when one could not connect."""
+        self._looking = threading.Lock()
         self._groups = weakref.ref(store)  # the group's own, whose end is the group's end
         self._store: dist.Store | None = None
 
@@ -203,12 +204,17 @@ class Board:
         """Whether another rank could not connect; this one shows that it is there. None: the store does not answer."""
 
         def look() -> bool:
-            page = self.page(generation)
-            if page.check(["unconnected"]):
-                here = self.ranks[self.rank]
-                page.set(f"saw/{here}", Failure("unconnected", here, here, 0, "", "").to_bytes().decode())
-            return bool(page.check(["failure"]))
+            try:
+                page = self.page(generation)
+                if page.check(["unconnected"]):
+                    here = self.ranks[self.rank]
+                    page.set(f"saw/{here}", Failure("unconnected", here, here, 0, "", "").to_bytes().decode())
+                return bool(page.check(["failure"]))
+            finally:
+                self._looking.release()
 
+        if not self._looking.acquire(blocking=False):
+            return None  # the last look has no answer yet: another one would leave one more thread
         return self._briefly(look, None, 0.0)
 
     def report(self, generation: int, failure: Failure) -> Failure:
