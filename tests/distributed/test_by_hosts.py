@@ -65,6 +65,20 @@ def test_by_default_the_sum_is_that_of_the_mesh_and_world_is_flat(hosts: int, lo
         assert not same_bits(of_rank["world"], of_rank["default"])
 
 
+def _of_inference_mode(rank: int) -> None:
+    launched(rank, 2, 2)
+    for numel in (0, 1, 9000):
+        with torch.inference_mode():
+            x = torch.full((numel,), float(rank))
+        for group in (None, init_device_mesh("cpu", (2, 2))):
+            ncd.all_reduce(x, dist.ReduceOp.AVG, group=group, codec="raw")
+            assert bool((x == 1.5).all())
+
+
+def test_tensors_of_inference_mode_are_summed_outside_of_it() -> None:
+    ranks.run(4, _of_inference_mode)
+
+
 def _uneven(rank: int, sizes: list[int]) -> tuple[bool, set[str]]:
     host = [host for host, size in enumerate(sizes) for _ in range(size)][rank]
     os.environ.update(LOCAL_WORLD_SIZE=str(sizes[host]), GROUP_RANK=str(host))

@@ -184,18 +184,18 @@ def calls(rank: int, world: int, codec: str) -> dict[str, Callable[[Tensor, Tens
         return [torch.empty(out.shape) if peer else out for peer in range(world)]
 
     def message(out: Tensor, x: Tensor) -> None:
-        if rank == 0:
+        if rank == 0 and world > 1:
             ncd.send(x, 1, codec=codec)
         if rank == 1:
             ncd.recv(out, 0, codec=codec)
 
     return {
         "all_reduce": lambda out, x: ncd.all_reduce(out, codec=codec),
-        "broadcast": lambda out, x: ncd.broadcast(out, 1, codec=codec),
+        "broadcast": lambda out, x: ncd.broadcast(out, world - 1, codec=codec),
         "all_gather": lambda out, x: ncd.all_gather(others(out), x, codec=codec),
-        "all_gather_into": lambda out, x: ncd.all_gather_into_tensor(out, x.tensor_split(world)[1], codec=codec),
+        "all_gather_into": lambda out, x: ncd.all_gather_into_tensor(out, x.tensor_split(world)[-1], codec=codec),
         "reduce_scatter": lambda out, x: ncd.reduce_scatter(out, [x] * world, codec=codec),
-        "reduce_scatter_tensor": lambda out, x: ncd.reduce_scatter_tensor(out.tensor_split(world)[1], x, codec=codec),
+        "reduce_scatter_tensor": lambda out, x: ncd.reduce_scatter_tensor(out.tensor_split(world)[-1], x, codec=codec),
         "all_to_all": lambda out, x: ncd.all_to_all(others(out), [x] * world, codec=codec),
         "all_to_all_single": lambda out, x: ncd.all_to_all_single(out, x, codec=codec),
         "message": message,
@@ -220,6 +220,22 @@ def layouts(rank: int, world: int) -> None:
 
 def test_results_are_written_into_any_layout_and_nothing_beside_it() -> None:
     run(3, layouts, 3)
+
+
+def in_inference_mode(rank: int, world: int) -> None:
+    for name, call in calls(rank, world, "int8").items():
+        plain, x = (mixed(48 * world, seed=s + rank).view(world, 48) for s in (0, 50))
+        with torch.inference_mode():
+            output, source = plain.clone(), x.clone()
+        assert output.is_inference()
+        call(plain, x)
+        call(output, source)
+        assert torch.equal(plain, output), name
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_tensors_of_inference_mode_are_written_to_outside_of_it_as_torch_does(world: int) -> None:
+    run(world, in_inference_mode, world)
 
 
 def aliases(rank: int) -> None:

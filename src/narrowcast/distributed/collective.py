@@ -9,6 +9,7 @@ and the ways to agree and to send.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Collective:
         """Run it in its turn; a `Work` of the tensors written where it is asynchronous."""
 
         def job() -> list[Tensor]:
-            with span(f"narrowcast::{self.name}"):
+            with span(f"narrowcast::{self.name}"), operands.writing():
                 self.run()
                 operands.copy_back()
             return operands.written
@@ -245,6 +246,10 @@ class Operands:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         self._copies.append((tensor, copy))
         return self._touch(copy)
+
+    def writing(self) -> contextlib.AbstractContextManager[object]:
+        """Where a protocol may write: tensors of inference mode refuse torch's own operations outside of that mode."""
+        return torch.inference_mode() if any(map(torch.is_inference, self.written)) else contextlib.nullcontext()
 
     def copy_back(self) -> None:
         """Write what copies hold into the tensors that they stand for."""

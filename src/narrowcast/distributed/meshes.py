@@ -177,7 +177,7 @@ class Sum:
         """`make` it in its turn."""
 
         def job() -> list[Tensor]:
-            with span("narrowcast::all_reduce"), torch.no_grad():
+            with span("narrowcast::all_reduce"), torch.no_grad(), self.operands.writing():
                 make()
                 self.operands.copy_back()
             return self.operands.written
