@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from narrowcast.cli.shared.tables import show_table
+
 
 def codecs(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -30,7 +32,7 @@ def codecs(
         cells = str(row["codec"]), str(row["bits"]), str(row["block"] or "-"), size
         table.add_row(*cells, "exact" if ratio is None else f"{ratio:.1f}")
     console = Console()
-    console.print(table)
+    show_table(table, console)
     console.print(
         "Measured on 262,144 Gaussian numbers in fp32; bytes include the scales. Options follow a colon: int4:block=64."
     )

@@ -13,6 +13,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from narrowcast.cli.shared.tables import show_table
+
 SETTINGS = {"allow_interspersed_args": False}
 """Options end where the command begins: its own are not netlab's."""
 
@@ -86,5 +88,5 @@ def netlab(
     if json_file:
         json_file.write_text(json.dumps(results, indent=1) + "\n")
     if not quiet:
-        console.print(report.table(results), soft_wrap=False)
+        show_table(report.table(results), console)
     raise typer.Exit(results["exit_code"])

@@ -18,6 +18,7 @@ from rich.table import Table
 from narrowcast.cli.shared.bars import bytes_bar
 from narrowcast.cli.shared.failing import refuse
 from narrowcast.cli.shared.launched import rank, world
+from narrowcast.cli.shared.tables import show_table
 
 if TYPE_CHECKING:
     from narrowcast.checkpoint.conversion import Conversion
@@ -212,7 +213,7 @@ def _show(summary: dict[str, Any], console: Console) -> None:
         before, after = line["bytes_before"], line["bytes_after"]
         share = f"{after / before:.1%}" if before else ""
         table.add_row(name, str(line["tensors"]), f"{before:,}", f"{after:,}", share)
-    console.print(table)
+    show_table(table, console)
     for title, names in (
         ("done by an earlier run", summary["files_kept"]),
         ("copied files", summary["files_copied"]),

@@ -19,6 +19,7 @@ from narrowcast.checkpoint.files import new_file
 from narrowcast.cli.demo.ranks import SHAPE
 from narrowcast.cli.demo.ways import WAYS
 from narrowcast.cli.shared import pictures
+from narrowcast.cli.shared.tables import show_table
 
 EVALUATED = 24
 """Batches of held-out text over which a loss is averaged."""
@@ -36,7 +37,7 @@ def show(folder: Path, curves: dict[str, list[dict[str, Any]]], picture: Path, c
     for codec in ("int8", "int4"):
         packed[codec] = copy.deepcopy(trained["fp32"])
         nc.quantize_(packed[codec], codec)
-    console.print(_table(trained, curves, packed))
+    show_table(_table(trained, curves, packed), console)
     written = packed["int4"].generate(PROMPT, WRITTEN, temperature=0.85)
     console.print("\nThe model in 4 bits continues a prompt:\n")
     console.print((PROMPT + written).decode(errors="replace"), style="green", highlight=False, markup=False)

@@ -16,6 +16,7 @@ from rich.table import Table
 from narrowcast.cli.doctor.group import examine_group
 from narrowcast.cli.shared.bars import share_bar
 from narrowcast.cli.shared.failing import FAILED
+from narrowcast.cli.shared.tables import show_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,7 +61,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
     table = Table(show_header=False)
     for name, value in _lines(report):
         table.add_row(name, value)
-    console.print(table, markup=False)
+    show_table(table, console)
     for title, style, findings in (("fault", "red", report["faults"]), ("optional", "dim", report["hints"])):
         for finding in findings:
             # One line each, so that a command can be copied out of a narrow window.

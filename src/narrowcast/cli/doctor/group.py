@@ -11,6 +11,7 @@ from rich.table import Table
 
 from narrowcast.cli.shared.failing import refuse
 from narrowcast.cli.shared.launched import rank, world
+from narrowcast.cli.shared.tables import show_table
 
 if TYPE_CHECKING:
     from narrowcast.distributed.planning.pairs import Pairs
@@ -68,7 +69,7 @@ def _show(pairs: Pairs, hosts: list[str], slow: list[str], console: Console) -> 
             for i, values in enumerate(matrix):
                 cells = ("" if i == j else _digits(value * scale) for j, value in enumerate(values))
                 table.add_row(str(i), *cells)
-            console.print(table, markup=False)
+            show_table(table, console)
     else:
         console.print(f"{size} ranks: the matrix is in --json. Pairs were measured several at a time.", highlight=False)
     for line in slow:

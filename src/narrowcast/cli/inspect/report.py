@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from narrowcast.cli.inspect.weights import Weight
+from narrowcast.cli.shared.tables import show_table
 from narrowcast.codecs import Codec, checks
 from narrowcast.codecs.mix import Mix
 from narrowcast.codecs.sensitivity import Statistics, decibels
@@ -71,7 +72,7 @@ def show(lines: Sequence[Line], others: int, codecs: Sequence[Codec], mix: Mix |
     """Print the table and the summary."""
     # Into a pipe, rich would assume 80 columns and fold every name.
     console = Console() if Console().is_terminal else Console(width=200)
-    console.print(_table(lines, codecs, mix))
+    show_table(_table(lines, codecs, mix), console)
     console.print(f"{len(lines)} weights; {others} other tensors (norms, biases, integers) stay as they are.")
     if mix is not None:
         console.print(_summary(lines, mix, rules_out))

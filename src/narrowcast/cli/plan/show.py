@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
+from narrowcast.cli.shared.tables import show_table
 from narrowcast.distributed.planning.prediction import NONE
 
 if TYPE_CHECKING:
@@ -22,13 +23,13 @@ def show(result: Plan, head: list[str], advice: Advice | None) -> None:
     by = "a host" if by_hosts(result) else "a rank"
     counted = bool(result.link.message_s)
     names = ["wire, s", *(["messages, s"] if counted else []), "coding, s", "all, s", "speedup", ""]
-    table = Table("codec", f"MB a step, sent by {by}", *(Column(name, no_wrap=True) for name in names))
+    table = Table("codec", f"MB a step, sent by {by}", *names)
     for p in result.predictions:
         times = [f"{p.wire_seconds:.3g}", *([f"{p.message_seconds:.3g}"] if counted else []), f"{p.coding_seconds:.3g}"]
         mark = "chosen" if p.codec == result.chosen else ""
         end = [f"{p.seconds:.3g}", f"{plain.seconds / p.seconds:.2f}", mark]
         table.add_row(p.codec, digits(p.bytes / 1e6), *times, *end, style="bold" if mark else None)
-    console.print(table)
+    show_table(table, console)
     for line in [result.reason, *advice_lines(advice)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
