@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,7 +91,8 @@ def test_the_command_passes_on_whether_steps_are_captured(
         (["{folder}", "--prompt", "x", "--device", "tpu"], "expected cpu, or cuda"),
         (["{folder}", "--prompt", "x", "--codec", "int9"], "int9"),
         (["{folder}", "--prompt", "x", "--top-p", "2"], "top_p=2.0"),
-        (["{folder}", "--prompt", "", "--max-new-tokens", "4"], "expected at least one token"),
+        (["{folder}/config.json", "--prompt", "x"], "is a file. Name the folder"),
+        (["{folder}", "--prompt", "", "--max-new-tokens", "4"], "--prompt '': this model's tokenizer makes no token"),
         (["{folder}", "--prompt", "x", "--max-new-tokens", "256"], "take 257 positions"),
         (["{empty}", "--prompt", "x"], "has no config.json"),
     ],
@@ -101,6 +103,27 @@ def test_wrong_arguments_end_with_2_and_one_line(folder: Path, tmp_path: Path, w
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_weights_that_are_left_as_they_were_are_a_line_for_each_reason(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "int8"
+    assert CliRunner().invoke(app, ["quantize", str(folder), str(target)]).exit_code == 0
+    code, _, figures = invoke(str(target), "--prompt", "x", "--max-new-tokens", "1", "--codec", "int4")
+    assert code == 0
+    (skipped, _) = figures.splitlines()
+    assert re.fullmatch(r"model\.embed_tokens\.weight and \d+ more: left as they were, since already.*int8", skipped)
+
+
+def test_text_that_the_terminal_cannot_show_is_a_question_mark(folder: Path) -> None:
+    command = [sys.executable, "-m", "narrowcast.cli", "generate", str(folder), "--prompt", "Grüße", "--codec", "int8"]
+    done = subprocess.run(
+        [*command, "--max-new-tokens", "8"],
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"Gr??e")
 
 
 def test_a_folder_without_a_tokenizer_says_what_to_copy(folder: Path, tmp_path: Path) -> None:

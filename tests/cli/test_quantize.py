@@ -235,6 +235,7 @@ def test_rules_may_be_json(source: Path, tmp_path: Path) -> None:
         ("[rules]\n'(' = 'int4'", "'(' is not a regular expression"),
         ("[rules]\nup = 'int44'", "rules['up']: codec 'int44' does not exist"),
         ("[rules]\nup = true", "rules['up']: codec=True"),
+        ("[rules]\nup = 'int44'", "write None (false in a file of rules)"),
         ("[rules]\nup = 3", "rules['up']: codec=3"),
         ("[rules", "cannot be read"),
         ("up = 'int4'", "expected one table, [rules]"),

@@ -235,6 +235,7 @@ def test_without_iproute2_it_says_which_package_to_install(monkeypatch: pytest.M
         (["--only", "2", "--", "true"], "--only 2: with --ranks 2, ranks are 0 to 1"),
         (["--delay-by", "magic", "--", "true"], "one of auto, netem, line"),
         (["--json", "/nowhere/run.json", "--", "true"], "cannot write to the folder '/nowhere'"),
+        (["--json", "/", "--", "true"], "--json /: is a folder. Name a file in it"),
         (["--", "no-such-command"], "there is no command 'no-such-command'"),
         (["--rnaks", "4", "--", "true"], "--rnaks"),
         (["--ranks", "3", "--rate", "1gbit,2gbit", "--", "true"], "--rate: 2 values for 3 ranks"),

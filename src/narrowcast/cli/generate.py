@@ -58,15 +58,15 @@ def generate(
     skipped = _quantize(decoder, codec)
     if fuse:
         skipped |= fuse_(decoder).skips
-    prompts = [text.encode(one) for one in prompt or []] if text else [[1, 2, 3, 4]] * batch
+    prompts = [_tokens(text, one) for one in prompt or []] if text else [[1, 2, 3, 4]] * batch
     generation = begin(decoder, prompts, max_new_tokens, sampling, stop_at_end=text is not None, cuda_graph=cuda_graph)
     if as_json:
         generation.run()
         print(json.dumps(_summary(decoder, generation, text, skipped)))
         return
     _write(generation, text, prompt or [])
-    for name, why in skipped.items():
-        print(f"{name}: as it was, since {why}", file=sys.stderr)
+    for line in _skips(skipped):
+        print(line, file=sys.stderr)
     print(_figures(decoder, generation), file=sys.stderr)
 
 
@@ -74,7 +74,8 @@ def _check(folder: Path | None, random: str | None, prompt: list[str] | None, dt
     if (folder is None) == (random is None):
         refuse("FOLDER: name a model's folder, or --random with a shape such as 110m; one of the two.")
     if folder is not None and not folder.is_dir():
-        refuse(f"FOLDER={str(folder)!r}: no such folder. Check the path.")
+        what = "is a file. Name the folder that it is in." if folder.exists() else "no such folder. Check the path."
+        refuse(f"FOLDER={str(folder)!r}: {what}")
     if folder is not None and not prompt:
         refuse('--prompt: there is nothing to continue. Write, for example, --prompt "Once upon a time".')
     if random is not None and prompt:
@@ -116,6 +117,22 @@ def _quantize(decoder: Decoder, codec: str | None) -> dict[str, str]:
     from narrowcast.nn import quantize_
 
     return {skip.name: skip.reason for skip in quantize_(decoder, codec).skips}
+
+
+def _tokens(text: Text, prompt: str) -> list[int]:
+    tokens = text.encode(prompt)
+    if not tokens:
+        refuse(f"--prompt {prompt!r}: this model's tokenizer makes no token of it. Write at least one word.")
+    return tokens
+
+
+def _skips(skipped: dict[str, str]) -> list[str]:
+    """What was left as it was: a line for each reason."""
+    names: dict[str, list[str]] = {}
+    for name, why in skipped.items():
+        names.setdefault(why, []).append(name)
+    more = {why: f" and {len(of) - 1} more" if len(of) > 1 else "" for why, of in names.items()}
+    return [f"{of[0]}{more[why]}: left as they were, since {why}" for why, of in names.items()]
 
 
 def _write(generation: Generation, text: Text | None, prompts: list[str]) -> None:

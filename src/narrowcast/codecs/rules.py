@@ -80,4 +80,5 @@ def _codec(pattern: str, value: object) -> Codec | None:
     try:
         return as_codec(value)  # type: ignore[arg-type]  # what is no codec is refused there
     except SpecError as error:
-        raise SpecError(f"rules[{pattern!r}]: {error} To leave what it matches as it is, write None.") from error
+        leave = "To leave what it matches as it is, write None (false in a file of rules)."
+        raise SpecError(f"rules[{pattern!r}]: {error} {leave}") from error

@@ -28,6 +28,8 @@ def check(command: list[str], ranks: int, only: list[int], grace: float, json_fi
     if grace < 0:
         raise NetlabError(f"--grace {grace:g}: seconds, 0 at the least.")
     if json_file:
+        if json_file.is_dir():
+            raise NetlabError(f"--json {json_file}: is a folder. Name a file in it, such as {json_file / 'run.json'}.")
         try:
             tempfile.TemporaryFile(dir=json_file.absolute().parent).close()
         except OSError as error:

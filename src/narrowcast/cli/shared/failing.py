@@ -14,6 +14,7 @@ of what they run.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import sys
@@ -36,6 +37,7 @@ class Commands(TyperGroup):
     def main(self, *args: Any, **extra: Any) -> Any:
         if not extra.get("standalone_mode", True):
             return super().main(*args, **extra)
+        _write_what_fits()
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
             sys.stdout.flush()
@@ -58,6 +60,12 @@ class Commands(TyperGroup):
         if code == STOPPED:  # newer versions of typer handle the exception themselves
             print_error("stopped.")
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _write_what_fits() -> None:
+    """Print a question mark for what stdout's encoding lacks (as in the C locale), where Python would raise."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def refuse(message: str) -> NoReturn:
