@@ -45,7 +45,7 @@ def all_reduce(
     By default this follows the machine. With several hosts, and as many ranks on each (two or more, as torchrun starts
     them), ranks of a host add up in full precision, or in `local_codec`; only their sums travel between hosts, in
     `codec`. `group` may say which ranks share a host: a 2-D DeviceMesh (hosts x local). With `group=dist.group.WORLD`,
-    or any other group, all ranks are equal.
+    or any other group, hosts play no part.
     """
     members = arguments.members(None if isinstance(group, DeviceMesh) else group, "all_reduce")
     if isinstance(group, DeviceMesh):

@@ -84,7 +84,7 @@ def _take_replicas(group: ParameterGroup, given: Given) -> None:
     if not isinstance(given, DeviceMesh):
         raise SpecError(
             "process_group: an FSDP2 model exchanges gradients over the mesh given to fully_shard. Leave it out, "
-            "pass dist.group.WORLD to take all ranks for equal, or a 2-D mesh, replicas x shards, whose second "
+            "pass dist.group.WORLD if hosts are to play no part, or a 2-D mesh, replicas x shards, whose second "
             "dimension was given to fully_shard."
         )
     check_mesh(given, "process_group", "compress_gradients")
