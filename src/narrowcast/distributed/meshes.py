@@ -53,7 +53,7 @@ def find_hosts(members: dist.ProcessGroup, group: Group) -> None:
             collective.agree()  # now everyone has written
             lines[:] = [line.decode() for line in store.multi_get([str(rank) for rank in range(collective.size)])]
 
-        Collective(group, Call("hosts", as_codec("raw"), ""), protocol).run()
+        Collective(group, Call("hosts", as_codec("raw"), ""), protocol, name="finding who shares a host").run()
         _hosts[group] = hosts.hosts_of(lines)
 
 

@@ -154,7 +154,7 @@ def test_5_and_6_a_receive_ends_with_its_connection_and_none_can_be_started_then
 
 def _forgotten(rank: int, what: str) -> Any:
     """Rank 1 stops when a message has begun, and is killed then."""
-    group, row = _group(rank), _row(LONG)
+    group, row = _group(rank), _row(LONG, rank)
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     if rank == 1:
@@ -163,8 +163,7 @@ def _forgotten(rank: int, what: str) -> Any:
             os.kill(os.getpid(), signal.SIGSTOP)  # sockets fill up
         dist.barrier()
         group.send([row], 0, 0)
-        time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
     if what == "send":
         faults.wait_until_stopped(pids[1])
         work = group.send([row], 1, 0)
@@ -172,6 +171,9 @@ def _forgotten(rank: int, what: str) -> Any:
     else:
         work = group.recv([row], 1, 0)
         dist.barrier()
+        while not row[0]:
+            time.sleep(0.001)
+        os.kill(pids[1], signal.SIGSTOP)
         faults.wait_until_stopped(pids[1])
     os.kill(pids[1], signal.SIGKILL)
     return _waited(work)

@@ -22,7 +22,7 @@ INTEGERS = ("int8", "int8:block=row", "int8:block=32", "int8:scale=e8m0", "int4"
 TABLES = ("nf4", "apot4", "apot8", "fp8_e4m3", "fp8_e5m2:block=32")
 RARER = ("int4:zero_point=true", "int8:zero_point=true", "int6", "int3", "int2", "sign")
 SPECS = (*INTEGERS, *TABLES, *RARER)
-MANY = 96
+MANY = 48
 """Vectors of bf16 from which on weights are scaled before they are rounded: MANY_VECTORS of core/tile_x.h. In matrix
 registers they always are."""
 WAYS = {"vectors": (torch.float32, torch.float16, torch.bfloat16), "matrix": (torch.bfloat16,)}

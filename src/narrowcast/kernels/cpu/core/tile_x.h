@@ -23,7 +23,7 @@ constexpr int PANEL = 2 * LANES;      // rows of a tile
 constexpr int LINE = 16;              // words of a cache line
 constexpr int GROUP = 14;             // vectors whose sums are in registers at the same time
 constexpr int64_t TILE = 192;         // words of each row in a tile, at most: 24 KB in all
-constexpr int64_t MANY_VECTORS = 96;  // of bf16, from which on ScaledPair is faster: bench/linear_batches.py
+constexpr int64_t MANY_VECTORS = 48;  // of bf16, from which on ScaledPair is faster: bench/linear_batches.py
 
 // PER: elements of a word. SCALED: whether words have their scale.
 struct Single {
