@@ -7,7 +7,8 @@ its own, so that torch.compile neither breaks the graph there nor rewrites it, a
 A kernel may decline a call: `Kernel.linear` returns False for a format or a batch that it is not made for. Then W is
 decoded and multiplied tile by tile, never whole, in x's own dtype, or in fp32 where torch is faster so (`_tile_dtype`).
 The result is the same but for one more rounding of each weight where that is fp16 or bf16, as in kernels that multiply
-in bf16. The order of sums depends on shapes, dtypes and the machine alone, so the same call gives the same bits.
+in bf16. The order of sums depends on shapes, dtypes and the machine alone, so the same call gives the same bits; where
+torch multiplies on a CPU, it depends on the number of threads, too.
 """
 
 from __future__ import annotations
