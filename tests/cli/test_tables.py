@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
@@ -30,6 +31,13 @@ def test_cells_fold_between_words_and_no_figure_is_cut() -> None:
 
 def test_a_table_is_as_wide_as_the_terminal_where_its_words_allow() -> None:
     assert {len(line) for line in shown(22, ("a long cell of many short words", "1"))} == {22}
+
+
+@pytest.mark.parametrize("width", [10, 80])
+def test_letters_that_take_two_columns_are_not_cut(width: int) -> None:
+    lines = shown(width, ("模型.層.重み", "1"))
+    assert any("模型.層.重み" in line for line in lines)
+    assert len({cell_len(line) for line in lines}) == 1
 
 
 @pytest.mark.parametrize("columns", [20, 80])
