@@ -46,10 +46,9 @@ def compress_gradients(
     """Compress the gradients of a DDP or FSDP2 model from the next backward on. Every rank calls it alike.
 
     `model` is a DistributedDataParallel, or what `fully_shard` was called on; then `gather` is the codec in which
-    parameters are gathered. `process_group` is the model's own by default. Where that has all ranks, gradients follow
-    torchrun's hosts: ranks of a host add up without loss, and the codec travels between hosts. A 2-D mesh (hosts x
-    local) says which ranks share a host; with any other group hosts play no part. FSDP2 takes dist.group.WORLD, or a
-    mesh of replicas x shards.
+    parameters are gathered. `process_group` is the model's own by default. Where that has all ranks, those of one host
+    (as torchrun knows it) add up without loss, and the codec travels between hosts. A 2-D mesh (hosts x local) names
+    hosts itself; with any other group they play no part. FSDP2 takes dist.group.WORLD, or a mesh of replicas x shards.
     `sync_every`: ranks train alone after the warm-up, and average how far their parameters have moved after so many
     steps of `optimizer` (or a list of all): a number, "growing", a list of lengths, a function of the step. `outer_lr`
     and `outer_momentum` are of the step after the average, as in DiLoCo. `sync()`, before saving, meets at once. The
