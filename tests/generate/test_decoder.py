@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.generate import Decoder, Sampling, Shape, fuse_, generate, load_decoder, random_decoder
@@ -184,6 +184,31 @@ def test_floats_of_two_dtypes_are_refused_with_the_way_to_one(codec: str | None,
     with pytest.raises(nc.errors.DtypeError, match=r"bfloat16 \(.*float32|float32 \(.*bfloat16"):
         generate(decoder, [[1, 2]], 3)
     assert len(generate(decoder.to(torch.bfloat16), [[1, 2]], 3).run()[0]) == 3
+
+
+class WideHead(nn.Module):
+    """A head in fp32 that casts what comes in."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.inner = head.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.float())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("cast_by", ["a module around it", "a hook", "a forward of its own"])
+def test_a_module_of_another_dtype_that_casts_what_comes_in_is_taken(cast_by: str) -> None:
+    decoder = random_decoder(Shape(64, 1, 4, 128, 32), dtype=torch.bfloat16)
+    decoder.value_head = nn.Linear(64, 1)  # which the decoder does not call
+    head = decoder.lm_head
+    if cast_by == "a module around it":
+        decoder.lm_head = WideHead(head)  # type: ignore[assignment]
+    elif cast_by == "a hook":
+        head.float().register_forward_pre_hook(lambda module, given: (given[0].float(),))
+    else:
+        head.float().forward = lambda input: nn.functional.linear(input.float(), head.weight)  # type: ignore[method-assign]
+    assert len(generate(decoder, [[1, 2]], 3).run()[0]) == 3
 
 
 def test_an_end_token_ends_its_sequence_alone() -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from narrowcast.errors import DtypeError, LogitsError, ModelKindError, ShapeError, SpecError
 from narrowcast.generate.cache import Cache
-from narrowcast.generate.decoder import Decoder
-from narrowcast.generate.kernels import kernels_for
+from narrowcast.generate.decoder import MLP, Attention, Decoder
+from narrowcast.generate.kernels import is_untouched, kernels_for
 from narrowcast.generate.layers import whole_layers
 from narrowcast.generate.sampling import NONE, Sampling
 from narrowcast.generate.steps import Choice, Eager, Graph, Steps
@@ -218,11 +218,21 @@ def _as_tokens(prompt: Prompt, number: int, words: int, device: torch.device) ->
 
 
 def _check_dtypes(decoder: Decoder, device: torch.device) -> None:
-    """Refuse floats of several dtypes, which files may hold, where activations and the cache have but one."""
+    """Refuse floats of several dtypes, which files may hold, where activations and the cache have but one.
+
+    Only modules that the decoder itself calls count, as torch made them: what is within other modules, or has hooks or
+    a forward of its own, may cast what comes in.
+    """
     if torch.is_autocast_enabled(device.type):
         return
+    called = {decoder.model.embed_tokens, decoder.lm_head}
+    for parent in decoder.modules():
+        if type(parent) in (Attention, MLP):
+            called.update(parent.children())
     kinds = {decoder.model.norm.weight.dtype: "model.norm"}
     for name, module in decoder.named_modules():
+        if module not in called or not is_untouched(module):
+            continue
         if type(module) is Embedding:
             kinds.setdefault(module.dtype, name)
         elif type(module) in (nn.Embedding, nn.Linear):
