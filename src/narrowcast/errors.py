@@ -125,7 +125,7 @@ class CaptureError(NarrowcastError, RuntimeError):
 
 
 class LogitsError(NarrowcastError, ArithmeticError):
-    """A decoder's logits are NaN: no token can be chosen."""
+    """A decoder's logits are NaN or infinite: no token can be chosen."""
 
 
 class CalibrationError(NarrowcastError, RuntimeError):

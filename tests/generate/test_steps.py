@@ -79,10 +79,19 @@ def test_a_weight_that_is_nan_ends_a_generation_in_words(
         kept = weights[token].clone()
         weights[token] = torch.nan
         generation = generate(decoder, [[3]], 4, sampling)
-        with pytest.raises(LogitsError, match=f"sequence 0 has logits of NaN after {number} new tokens"):
+        with pytest.raises(LogitsError, match=f"sequence 0 has logits of NaN or infinity after {number} new tokens"):
             generation.run()
         assert generation.tokens == [words[:number]]
         weights[token] = kept
+
+
+@pytest.mark.parametrize("logit", [float("inf"), -float("inf")])
+def test_no_token_is_drawn_from_infinite_logits(logit: float) -> None:
+    decoder = random_decoder(SHAPE, dtype=torch.float32)
+    decoder.lm_head.register_forward_hook(lambda module, given, logits: torch.full_like(logits, logit))
+    with pytest.raises(LogitsError, match="logits of NaN or infinity"):
+        generate(decoder, [[3]], 2, Sampling(0.7)).run()
+    assert len(generate(decoder, [[3]], 2).run()[0]) == 2
 
 
 def test_on_a_cpu_the_compiled_core_runs_and_says_so() -> None:

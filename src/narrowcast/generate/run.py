@@ -174,10 +174,10 @@ class Generation:
         for i, token in enumerate(chosen):
             if token == NONE and not self._done(i):
                 raise LogitsError(
-                    f"generate: sequence {i} has logits of NaN after {len(self.tokens[i])} new tokens. Either a weight "
-                    "holds a NaN or an infinity, of which a codec makes a block of NaNs (narrowcast inspect names it), "
-                    "or activations are too large for fp16: load the model in torch.bfloat16. What was written until "
-                    "here is in .tokens."
+                    f"generate: sequence {i} has logits of NaN or infinity after {len(self.tokens[i])} new tokens. "
+                    "Either a weight holds a NaN or an infinity, of which a codec makes a block of NaNs (narrowcast "
+                    "inspect names it), or activations are too large for fp16: load the model in torch.bfloat16. What "
+                    "was written until here is in .tokens."
                 )
             new.append(None if self._done(i) else token)
             if new[-1] is not None:

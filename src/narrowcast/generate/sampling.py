@@ -50,7 +50,10 @@ class Sampling:
         return torch.Generator(device).manual_seed(int(self.seed))
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """The next token of each sequence: [batch, words] to [batch]. NONE where logits hold a NaN."""
+        """The next token of each sequence: [batch, words] to [batch]. NONE where logits hold a NaN.
+
+        Where a token is drawn, also where they hold an infinity, which has no share, or nothing but -infinity.
+        """
         if self.temperature == 0:
             highest, tokens = logits.max(-1)
             return tokens.masked_fill(highest.isnan(), NONE)
