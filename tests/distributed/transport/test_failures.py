@@ -98,6 +98,20 @@ def test_a_store_that_does_not_answer_holds_up_one_thread_and_not_who_looks() ->
     assert threading.active_count() == threads, "each look leaves a thread that waits for the store"
 
 
+def test_a_look_for_which_there_is_no_thread_keeps_later_ones_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    board = Board("test", store, 0, range(2), timedelta(seconds=20))
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="new thread"):
+            board.given_up(0)
+    assert board.given_up(0) is False
+
+
 def test_of_ranks_that_suspect_each_other_the_first_is_believed() -> None:
     suspicions = [_failure("gone", 0, 1), _failure("gone", 1, 0)]
     told, written = _believed(*suspicions)

@@ -203,7 +203,9 @@ class Board:
     def given_up(self, generation: int) -> bool | None:
         """Whether another rank could not connect; this one shows that it is there. None: the store does not answer."""
 
-        def look() -> bool:
+        def look() -> bool | None:
+            if not self._looking.acquire(blocking=False):
+                return None  # the last look has no answer yet: another one would leave one more thread
             try:
                 page = self.page(generation)
                 if page.check(["unconnected"]):
@@ -213,8 +215,6 @@ class Board:
             finally:
                 self._looking.release()
 
-        if not self._looking.acquire(blocking=False):
-            return None  # the last look has no answer yet: another one would leave one more thread
         return self._briefly(look, None, 0.0)
 
     def report(self, generation: int, failure: Failure) -> Failure:
