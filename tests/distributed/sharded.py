@@ -47,6 +47,33 @@ class Stack(nn.Module):
         return total
 
 
+class Dropping(nn.Module):
+    """Two blocks, of which a forward uses one. The other one is not called, or passes on what it is given."""
+
+    def __init__(self, called: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64)
+        self.blocks = nn.ModuleList(_Block(64, 64) for _ in range(2))
+        self.called = called
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        x = self.first(x)
+        for place, block in enumerate(self.blocks):
+            if self.called or place == which:
+                x = block(x, place == which)
+        return x
+
+
+class _Block(nn.Linear):
+    def forward(self, x: Tensor, used: bool = True) -> Tensor:
+        return super().forward(x) if used else x * 1.0
+
+
+def dropping(called: bool = False, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return shard(Dropping(called), "blocks.0", "blocks.1", **options)
+
+
 STACK: Shapes = {"own": (31, 50), **{f"{b}.{key}": SHAPES[key] for b in ("first", "second") for key in SHAPES}}
 
 

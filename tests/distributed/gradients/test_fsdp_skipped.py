@@ -131,8 +131,33 @@ def two_passes(rank: int) -> Any:
     return found
 
 
+def dropped(rank: int) -> Any:
+    """Each step leaves out one of two blocks, in turn; the one in the middle is not finite."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    found = {}
+    for name, called, options in (("not called", False, {}), ("called", True, {}), ("replicas", False, {"mesh": mesh})):
+        runs = []
+        for spoiled in (True, False):
+            module = sharded.dropping(called, **options)
+            state = trained.compressed(module, "int4")
+            gradients, states = [], []
+            for step in range(END):
+                if step == BAD_STEP and not spoiled:
+                    state.step += 1
+                    continue
+                module.zero_grad()
+                bad = float("inf") if step == BAD_STEP and rank == 1 else 1.0
+                (module(trained.batch(rank, step), step % 2).square().mean() * bad).backward()
+                if step != BAD_STEP:
+                    gradients.append(sharded.grads(module))
+            states.append(state.state_dict())
+            runs.append((gradients, states))
+        found[name] = runs
+    return found
+
+
 SCENES = {scene.__name__: scene for scene in (own_part, travelled, exempt, last_group, stochastic, replicas)}
-OTHERS = {scene.__name__: scene for scene in (scaled, two_passes)}
+OTHERS = {scene.__name__: scene for scene in (scaled, two_passes, dropped)}
 
 
 def _play(rank: int) -> dict[str, Any]:
@@ -169,3 +194,13 @@ def test_a_step_of_several_passes_is_skipped_whole(played: list[dict[str, Any]])
         with_skip, without = of_rank["two_passes"]
         assert [n for n in with_skip if isinstance(n, int)] == [1, 2, 3], "two passes, one step"
         assert same_state(with_skip[-1], without[-1])
+
+
+@pytest.mark.parametrize("name", ["not called", "called", "replicas"])
+def test_blocks_that_steps_leave_out_do_not_tie_these_steps_together(name: str, played: list[dict[str, Any]]) -> None:
+    for of_rank in played:
+        (gradients, states), (right, right_states) = of_rank["dropped"][name]
+        trained.agree(gradients, right)
+        assert all(same_state(one, other) for one, other in zip(states, right_states, strict=True))
+        assert states[0]["step"] == END
+        assert all(kept.any() for kept in states[0]["sender"].values())

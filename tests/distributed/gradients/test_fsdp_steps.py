@@ -16,7 +16,7 @@ from sharded import STACK, Expected, Stack, every, shard, stack
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
-from trained import CODEC, STEPS, Given, given
+from trained import CODEC, SEED, STEPS, Given, given
 
 import narrowcast as nc
 from cases import same_bits
@@ -87,6 +87,28 @@ def twice_in_a_pass(rank: int) -> Any:
     return state.step, len(state.stats().buckets)
 
 
+def dropped(rank: int) -> Any:
+    """Each step leaves out one of two blocks, in turn: straight on, and resumed in the middle."""
+
+    def train(module: nn.Module, steps: range) -> list[trained.Named]:
+        found = []
+        for step in steps:
+            module.zero_grad()
+            module(trained.batch(rank, step), step % 2).square().mean().backward()
+            found.append(sharded.grads(module))
+        return found
+
+    found = []
+    for called in (False, True):
+        straight, other = sharded.dropping(called), sharded.dropping(called)
+        state = trained.compressed(straight, "int4:stochastic=true")
+        train(straight, range(3))
+        loaded = trained.compressed(other, "int4:stochastic=true", seed=SEED + 1)
+        loaded.load_state_dict(state.state_dict())
+        found.append((train(straight, range(3, 5)), train(other, range(3, 5)), state.step, loaded.step))
+    return found
+
+
 class Rerun(nn.Module):
     """Blocks that run again in backward, each in a pass within the pass."""
 
@@ -150,6 +172,7 @@ SCENES = {
         compiled_blocks,
         compiled_root,
         twice_in_a_pass,
+        dropped,
         checkpointed,
         warmed_up,
         nothing_at_all,
@@ -199,6 +222,13 @@ def test_compiled_modules_leave_the_same_bits(name: str, played: list[dict[str, 
 
 def test_a_block_that_is_used_twice_is_reduced_once_a_step(played: list[dict[str, Any]]) -> None:
     assert [of_rank["twice_in_a_pass"] for of_rank in played] == [(2, 2), (2, 2)]
+
+
+def test_each_pass_is_a_step_of_its_own_whichever_blocks_it_leaves_out(played: list[dict[str, Any]]) -> None:
+    for of_rank in played:
+        for right, again, step, resumed in of_rank["dropped"]:
+            assert (step, resumed) == (5, 5)
+            trained.agree(again, right)
 
 
 def test_backward_passes_within_a_backward_make_one_step(played: list[dict[str, Any]]) -> None:

@@ -43,6 +43,8 @@ _GROUP = (
     "_reduce_scatter_comm",
     "_all_gather_comm",
     "_all_reduce_hook",
+    "reduce_grads",
+    "all_reduce_grads",
 )
 _PARAMETER = ("sharded_param", "padded_sharded_param_size", "unsharded_accumulated_grad", "_module_info", "_orig_size")
 _PRISTINE = ("DefaultReduceScatter", "DefaultAllGather")
@@ -58,6 +60,8 @@ class ParameterGroup:
         self._inner = inner
         self._owner = owner
         self._noted: list[int] = []
+        self.left_out: Callable[[], None] = lambda: None
+        """Called in a backward pass that would reduce these gradients, but finds none."""
         several = getattr(inner.mesh_info, "replicate_process_group", None)
         self.replicas: dist.ProcessGroup | None = several if several is not None and several.size() > 1 else None
         """The ranks with the same share of the parameters, one of each replica (HSDP)."""
@@ -74,6 +78,12 @@ class ParameterGroup:
         groups = [group for mesh in meshes for group in mesh.get_all_groups()]
         groups += [self.replicas] if self.replicas is not None else []
         return list({group: None for group in groups if group.size() > 1})
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether the backward pass under way is one that reduces gradients; of replicas, between them too."""
+        replicated = hasattr(self._inner.mesh_info, "replicate_process_group")
+        return bool(self._inner.reduce_grads and (self._inner.all_reduce_grads or not replicated))
 
     @property
     def averages(self) -> bool:
@@ -151,6 +161,8 @@ class ParameterGroup:
         def post_backward(*unused: Any) -> None:
             always = getattr(inner, "reduce_scatter_unused_params", False)  # since 2.13
             self._noted = [i for i, p in enumerate(inner.fsdp_params) if _has_gradient(p, always)]
+            if not self._noted and self._reduces:
+                self.left_out()
             take(*unused)
 
         inner.post_backward = post_backward

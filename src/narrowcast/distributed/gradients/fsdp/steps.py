@@ -1,7 +1,8 @@
 """The steps of an FSDP2 model: which backward a reduction belongs to, and whether all ranks' gradients were finite.
 
 A step is one backward pass that reduces gradients. torch does not say when one begins: it does when a parameter group
-is to be reduced that the step before has reduced already.
+is to be reduced that the step before has reduced already, or has left out in a pass that is over: a pass comes to every
+group of its root, whether there is a gradient or not (layers that are dropped, experts that no token went to).
 
 A rank sees its own shards only. So at the end of a backward ranks tell each other whether all is finite (`share` in
 error_feedback/outcome.py), on which residuals depend.
@@ -26,6 +27,9 @@ class Steps:
         self._step: int | None = None
         self._reduced: set[int] = set()
         """The parameter groups that have been reduced in this step."""
+        self._left_out: set[tuple[int, int]] = set()
+        """Those that a pass of this step found without a gradient, with the number of the pass. A block that is used
+        twice is found so before its gradient is there, but in the same pass."""
         self._outcome = Outcome()
         self._task, self._waiting = -1, -1
         """The pass in which a group was reduced last, and the one whose end is waited for: numbers of autograd's."""
@@ -36,15 +40,21 @@ class Steps:
         """The number of the step in which a parameter group is being reduced, and its outcome."""
         loaded = self._step is not None and self._state.step != self._step + 1
         task = torch._C._current_graph_task_id()
-        if self._step is None or loaded or parameters.index in self._reduced:
+        before = any(index == parameters.index and its_task != task for index, its_task in self._left_out)
+        if self._step is None or loaded or before or parameters.index in self._reduced:
             self._step = self._state.step
             self._state.step += 1
             self._reduced.clear()
+            self._left_out = {(index, its_task) for index, its_task in self._left_out if its_task == task}
             if self._outcome.complete or task != self._task:  # else one pass reduces it bit by bit
                 self._outcome = Outcome()
         self._reduced.add(parameters.index)
         self._outcome.complete, self._task = False, task
         return self._step, self._outcome
+
+    def leave_out(self, parameters: ParameterGroup) -> None:
+        """A pass that reduces gradients came to a parameter group, and it has none."""
+        self._left_out.add((parameters.index, torch._C._current_graph_task_id()))
 
     def tell_at_the_end(self, parameters: ParameterGroup) -> None:
         """When this pass is over, tell all ranks that share these parameters whether all is finite here."""
