@@ -10,6 +10,7 @@ import pytest
 import sharded
 import torch
 import torch.distributed as dist
+import trained
 from ranks import outcomes_of, run
 from sharded import SHAPES, Stack, stack
 from torch import nn
@@ -116,6 +117,38 @@ def test_when_one_rank_fails_all_of_them_hear_of_it_and_their_residuals_are_thos
         for name in shapes:
             assert before[name].any()
             assert same_bits(before[name], after[name])
+
+
+def _broken_off(rank: int) -> Any:
+    """After a collective that failed, and an error of one's own in a hook: what the next forward does."""
+    found = []
+    for fails in ("collective", "hook"):
+        module = sharded.dropping()
+        nc.compress_gradients(module, "int4")
+
+        def backward(step: int, module: Any = module) -> None:
+            module(trained.batch(rank, step), step % 2).square().mean().backward()
+
+        def raise_it(*_: Any) -> None:
+            raise KeyError("mine")
+
+        backward(0)
+        if fails == "hook":
+            module.first.register_full_backward_hook(raise_it)
+        elif rank == 1:
+            faults.at("encoding", faults.run_out_of_memory)
+        first, again = faults.error_of(lambda: backward(1))[0], faults.error_of(lambda: backward(2))[0]
+        found.append((type(first).__name__, type(again).__name__, str(again)))
+    return found
+
+
+def test_after_a_backward_that_broke_off_forward_raises_since_torch_would_reduce_no_more() -> None:
+    for rank, ((collective, *after), (hook, *later)) in enumerate(run(2, _broken_off)):
+        assert (collective, hook) == (("CollectiveError", "MemoryError")[rank], "KeyError")
+        for kind, words in (after, later):
+            assert kind == "CollectiveError"
+            assert "a backward of this model broke off" in words
+            assert "load a checkpoint" in words
 
 
 def test_a_torch_that_is_arranged_differently_is_named() -> None:

@@ -47,6 +47,10 @@ _GROUP = (
     "all_reduce_grads",
 )
 _PARAMETER = ("sharded_param", "padded_sharded_param_size", "unsharded_accumulated_grad", "_module_info", "_orig_size")
+_BROKEN = (
+    "forward: a backward of this model broke off, by an error of its own or of a collective, and FSDP2 does not "
+    "recover: from then on it would leave gradients on their rank. Make the model anew, and load a checkpoint."
+)
 _PRISTINE = ("DefaultReduceScatter", "DefaultAllGather")
 
 
@@ -134,6 +138,20 @@ class ParameterGroup:
     def own_all_gather(self) -> AllGather:
         return self._inner._all_gather_comm  # type: ignore[no-any-return]
 
+    def refuse_after_a_break(self) -> None:
+        """Let forward raise once a backward broke off. torch then leaves parameters gathered, and does not end another
+        backward: gradients would stay on their rank, and nothing would say so."""
+        state: Any = self._owner._get_fsdp_state()
+
+        @uncompiled
+        def before_forward(*unused: Any) -> None:
+            # torch's mark that a backward is under way; blocks that are run again in one have a right to see it
+            if state._state_ctx.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1:
+                raise CollectiveError(_BROKEN)
+
+        owner: Any = self._owner
+        owner.register_forward_pre_hook(before_forward, prepend=True)
+
     def replace_collectives(self, reduce_scatter: ReduceScatter | None, all_gather: AllGather | None) -> None:
         """Put others in the place of torch's own. None leaves it as it is."""
         if reduce_scatter is not None:
@@ -209,6 +227,9 @@ def _inside(module: FSDPModule) -> list[Any]:
 
 def _check(module: FSDPModule, inner: Any) -> None:
     lacks = [name for name in _GROUP if not hasattr(inner, name)]
+    if isinstance(module, FSDPModule):
+        context: Any = getattr(module._get_fsdp_state(), "_state_ctx", None)
+        lacks += [name for name in ("post_backward_final_callback_queued",) if not hasattr(context, name)]
     lacks += [name for p in inner.fsdp_params[:1] for name in _PARAMETER if not hasattr(p, name)]
     if lacks:
         raise CollectiveError(

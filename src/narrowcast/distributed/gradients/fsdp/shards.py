@@ -65,6 +65,7 @@ def attach(model: nn.Module, state: GradientCompression, gather: AnyCodec | None
     for group in groups:
         gathers = None if codec is None else ShardGather(state, group, codec)
         group.left_out = partial(steps.leave_out, group)
+        group.refuse_after_a_break()
         if lonely is None:
             group.replace_collectives(_Reduce(state, group, steps), gathers)
         else:
