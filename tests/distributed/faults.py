@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import itertools
 import os
 import signal
 import threading
@@ -80,42 +82,53 @@ def run_out_of_memory() -> None:
     raise MemoryError("no room left for codes")
 
 
-def at(place: str, action: Action) -> None:
-    """Do `action` once, the next time that this process comes to a place of a collective."""
+def at(place: str, action: Action, *, in_this_thread: bool = False, after: int = 0) -> None:
+    """Do `action` once, the next time that this process, or thread, comes to a place of a collective; or after it came
+    there so many times."""
+    thread = threading.get_ident() if in_this_thread else None
+    patch = functools.partial(_patch, thread=thread, left=after)
     if place == "encoding":
-        _patch(Encoder, "encode", action)
+        patch(Encoder, "encode", action)
     elif place == "a header":
-        _patch(GlooWire, "_send", action, after=True, when=lambda row, peer, tag: tag == _HEADERS)
+        patch(GlooWire, "_send", action, after=True, when=lambda row, peer, tag: tag == _HEADERS)
     elif place == "before a statement":  # of a second trip: ranks know that they disagree
-        _patch(Header, "statement", action)
+        patch(Header, "statement", action)
     elif place == "a statement":
         size = statement_bytes(dist.get_world_size())
-        _patch(GlooWire, "_send", action, after=True, when=lambda row, peer, tag: tag == _HEADERS and len(row) == size)
+        patch(GlooWire, "_send", action, after=True, when=lambda row, peer, tag: tag == _HEADERS and len(row) == size)
     elif place == "after headers":
-        _patch(GlooWire, "agree", action, after=True)
+        patch(GlooWire, "agree", action, after=True)
     elif place == "stage one":  # a row is on the wire
-        _patch(GlooWire, "_send", action, after=True, when=lambda row, peer, tag: tag != _HEADERS and len(row) > 0)
+        patch(GlooWire, "_send", action, after=True, when=lambda row, peer, tag: tag != _HEADERS and len(row) > 0)
     elif place == "between stages":
-        _patch(Encoder, "decode_sum_encode", action)
+        patch(Encoder, "decode_sum_encode", action)
     elif place == "stage two":  # nothing of it was sent yet
-        _patch(Encoder, "decode_sum_encode", action, after=True)
+        patch(Encoder, "decode_sum_encode", action, after=True)
     elif place == "passing on":
-        _patch(Collective, "share", action)
+        patch(Collective, "share", action)
     elif place == "failing":
-        _patch(Group, "_fail", action)
+        patch(Group, "_fail", action)
     elif place == "decoding":
-        _patch(Encoder, "decode", action)
+        patch(Encoder, "decode", action)
     else:
         raise KeyError(place)
 
 
 def _patch(
-    owner: type, name: str, action: Action, *, after: bool = False, when: Callable[..., bool] = lambda *args: True
+    owner: type,
+    name: str,
+    action: Action,
+    *,
+    after: bool = False,
+    when: Callable[..., bool] = lambda *args: True,
+    thread: int | None = None,
+    left: int = 0,
 ) -> None:
     plain = getattr(owner, name)
+    came = itertools.count()
 
     def acting(self: Any, *args: Any, **options: Any) -> Any:
-        now = when(*args)
+        now = when(*args) and thread in (None, threading.get_ident()) and next(came) == left
         if now:
             setattr(owner, name, plain)
         if now and not after:

@@ -22,16 +22,20 @@ def launched(rank: int, hosts: int, local: int) -> None:
 
 
 def in_phase(phase: int, action: faults.Action, place: str = "encoding") -> None:
-    """Do `action` at a place of the collective that is so many ahead: the phases of a sum are one each."""
-    left = [phase]
+    """Do `action` at a place of the phase that is so many ahead: of each sum, 1 is within hosts, 2 between them, 3
+    within them again. Phases may run side by side, each in a thread of its own."""
+    turn, which = divmod(phase - 1, 3)
+    between = which == 1
+    left = [turn + 1 if between else 2 * turn + 1 + which // 2]
     plain = Group.carry
 
-    def carry(self: Any, *args: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            Group.carry = plain  # type: ignore[method-assign]
-            faults.at(place, action)
-        return plain(self, *args)
+    def carry(self: Any, op: str, *args: Any) -> Any:
+        if op.endswith("between hosts") if between else "within" in op:
+            left[0] -= 1
+            if left[0] == 0:
+                Group.carry = plain  # type: ignore[method-assign]
+                faults.at(place, action, in_this_thread=True)
+        return plain(self, op, *args)
 
     Group.carry = carry  # type: ignore[assignment,method-assign]
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cases import mixed, same_bits
 from narrowcast import distributed as ncd
+from narrowcast.distributed.protocols import mesh
 from ports import free_port
 
 pytestmark = pytest.mark.timeout(120)
@@ -67,6 +68,7 @@ def test_by_default_the_sum_is_that_of_the_mesh_and_world_is_flat(hosts: int, lo
 
 def _of_inference_mode(rank: int) -> None:
     launched(rank, 2, 2)
+    mesh.CHUNK, mesh.HOST_CHUNK = 1 << 10, 1
     for numel in (0, 1, 9000):
         with torch.inference_mode():
             x = torch.full((numel,), float(rank))
@@ -93,9 +95,10 @@ def test_uneven_hosts_one_host_and_one_rank_a_host_are_flat(sizes: list[int]) ->
         assert not names & set(HEADERS)
 
 
-def _among_others(rank: int) -> None:
+def _among_others(rank: int, chunk: int) -> None:
     """Many in flight, and other collectives of the same group between them: one order, nothing paired off."""
     launched(rank, 2, 2)
+    mesh.CHUNK, mesh.HOST_CHUNK = chunk, 1
     tensors = [torch.full((n,), float(i + rank)) for i, n in enumerate((10, 50_000, 300, 0, 7) * 3)]
     work: list[Any] = []
     for x in tensors:
@@ -111,13 +114,16 @@ def _among_others(rank: int) -> None:
         assert bool((x == 4 * i + 6).all())
 
 
-def test_sums_by_hosts_and_other_collectives_keep_one_order() -> None:
-    ranks.run(4, _among_others)
+@pytest.mark.parametrize("chunk", [mesh.CHUNK, 1 << 10])
+def test_sums_by_hosts_and_other_collectives_keep_one_order(chunk: int) -> None:
+    ranks.run(4, _among_others, chunk)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 PHASES = {"within": 1, "between": 2, "gathering": 3}
+SIDE_BY_SIDE = 1 << 15
+"""Chunks of so many elements: phases follow each other chunk by chunk."""
 
 
 def _right(rank: int) -> bool:
@@ -126,22 +132,24 @@ def _right(rank: int) -> bool:
     return bool((x == 10).all())
 
 
-def _raising(rank: int, numel: int) -> list[tuple[str, str, bool]]:
+def _raising(rank: int, numel: int, chunk: int) -> list[tuple[str, str, bool]]:
     launched(rank, 2, 2)
+    mesh.CHUNK, mesh.HOST_CHUNK = chunk, 1
     found = []
-    for first in (True, False):  # the first call of all asks for hosts, and fails there or after
+    for _ in range(2):  # the first call of all asks for hosts, too
         for phase in PHASES.values():
             if rank == 1:
-                in_phase(phase + first, faults.run_out_of_memory, "after headers")
+                in_phase(phase, faults.run_out_of_memory, "after headers")
             error, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(numel)))
             found.append((type(error).__name__, str(error), _right(rank)))
-            first = False
     return found
 
 
-@pytest.mark.parametrize("numel", [600, faults.NUMEL])
-def test_a_rank_that_raises_in_any_phase_is_known_to_its_host_and_mostly_to_all(numel: int) -> None:
-    found = ranks.run(4, _raising, numel)
+@pytest.mark.parametrize(
+    ("numel", "chunk"), [(600, mesh.CHUNK), (faults.NUMEL, mesh.CHUNK), (faults.NUMEL, SIDE_BY_SIDE)]
+)
+def test_a_rank_that_raises_in_any_phase_is_known_to_its_host_and_mostly_to_all(numel: int, chunk: int) -> None:
+    found = ranks.run(4, _raising, numel, chunk)
     for turn, phase in enumerate([*PHASES] * 2):
         assert found[1][turn][0] == "MemoryError"
         for rank in (0, 2, 3):
@@ -152,27 +160,30 @@ def test_a_rank_that_raises_in_any_phase_is_known_to_its_host_and_mostly_to_all(
         assert all(found[rank][turn][2] for rank in range(4)), phase
 
 
-def _refusing(rank: int) -> list[tuple[str, bool]]:
+def _refusing(rank: int, numel: int) -> list[tuple[str, bool]]:
     launched(rank, 2, 2)
+    mesh.CHUNK, mesh.HOST_CHUNK = SIDE_BY_SIDE, 1
     found = []
     for _ in range(3):
-        x = torch.ones(64, dtype=torch.int64 if rank == 2 else torch.float32)
+        x = torch.ones(numel, dtype=torch.int64 if rank == 2 else torch.float32)
         error, _ = faults.error_of(lambda x=x: ncd.all_reduce(x))
         found.append((str(error), _right(rank)))
-        error, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(64 + (rank == 3))))
+        error, _ = faults.error_of(lambda: ncd.all_reduce(torch.ones(numel + (rank == 3))))
         found.append((f"{type(error).__name__}: {error}", _right(rank)))
     return found
 
 
-def test_a_call_that_a_rank_refuses_or_makes_otherwise_fails_on_all_also_as_the_first() -> None:
-    for found in ranks.run(4, _refusing):
+@pytest.mark.parametrize("numel", [64, faults.NUMEL])
+def test_a_call_that_a_rank_refuses_or_makes_otherwise_fails_on_all_also_as_the_first(numel: int) -> None:
+    for found in ranks.run(4, _refusing, numel):
         for i, (text, right) in enumerate(found):
             assert right, i
             assert ("int64" if i % 2 == 0 else "MismatchError: ranks disagree on a collective") in text
 
 
-def _killed(rank: int, phase: int) -> list[tuple[str, float]]:
+def _killed(rank: int, phase: int, chunk: int) -> list[tuple[str, float]]:
     launched(rank, 2, 2)
+    mesh.CHUNK, mesh.HOST_CHUNK = chunk, 1
     assert _right(rank)
     if rank == 3:
         in_phase(phase, faults.die, "after headers")
@@ -183,15 +194,62 @@ def _killed(rank: int, phase: int) -> list[tuple[str, float]]:
     return found
 
 
+@pytest.mark.parametrize("chunk", [mesh.CHUNK, SIDE_BY_SIDE])
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_rank_that_is_killed_in_any_phase_is_named_on_all_others_at_once(phase: str) -> None:
-    outcomes = ranks.outcomes_of(4, _killed, PHASES[phase], group_timeout=20)
+def test_a_rank_that_is_killed_in_any_phase_is_named_on_all_others_at_once(phase: str, chunk: int) -> None:
+    outcomes = ranks.outcomes_of(4, _killed, PHASES[phase], chunk, group_timeout=20)
     for rank in range(3):
         assert outcomes[rank].error is None, outcomes[rank].trace
         told = outcomes[rank].value
         for text, seconds in told[1:] if phase == "gathering" and rank < 2 else told:
             assert "rank 3 is gone" in text, (phase, rank, text)
             assert seconds < within(3)
+
+
+def _breaking(rank: int, phase: int, place: str, action: faults.Action, after: int) -> tuple[str, float, bool]:
+    launched(rank, 2, 2)
+    mesh.CHUNK, mesh.HOST_CHUNK = SIDE_BY_SIDE, 1
+    assert _right(rank)
+    if rank == 3:
+        in_phase(phase, lambda: faults.at(place, action, in_this_thread=True, after=after), "after headers")
+    error, seconds = faults.error_of(lambda: ncd.all_reduce(torch.ones(faults.NUMEL), codec="int8"))
+    return f"{type(error).__name__}: {error}", seconds, action is faults.run_out_of_memory and _right(rank)
+
+
+# Of 16 chunks, the eighth or so: others are on their way in the other phases.
+PLACES = [
+    (1, "stage one", 8),
+    (2, "encoding", 8),
+    (2, "stage one", 8),
+    (2, "between stages", 8),
+    (2, "stage two", 8),
+    (2, "decoding", 8),
+    (3, "stage one", 8),
+]
+
+
+@pytest.mark.parametrize(("phase", "place", "after"), PLACES)
+def test_one_that_raises_while_phases_run_side_by_side_is_named_on_all(phase: int, place: str, after: int) -> None:
+    for rank, (text, _, right) in enumerate(ranks.run(4, _breaking, phase, place, faults.run_out_of_memory, after)):
+        assert right
+        if rank == 3:
+            assert text == "MemoryError: no room left for codes"
+        elif phase < 3 or rank == 2:  # the other host may have its sum by then
+            assert text.startswith("CollectiveError"), (rank, text)
+            assert "rank 3 failed in it: MemoryError" in text
+
+
+@pytest.mark.parametrize(("phase", "place", "after"), PLACES)
+def test_a_rank_that_is_killed_while_phases_run_side_by_side_is_named_on_all(
+    phase: int, place: str, after: int
+) -> None:
+    outcomes = ranks.outcomes_of(4, _breaking, phase, place, faults.die, after, group_timeout=20)
+    for rank in range(3):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        text, seconds, _ = outcomes[rank].value
+        if phase < 3 or rank == 2:
+            assert "rank 3 is gone" in text, (rank, text)
+        assert seconds < within(3)
 
 
 # -- torchrun ---------------------------------------------------------------------------------------------------------

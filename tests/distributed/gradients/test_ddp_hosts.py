@@ -19,6 +19,7 @@ from trained import FEW, SHAPES, STEPS, Given, given
 
 import narrowcast as nc
 from cases import same_bits
+from narrowcast.distributed.gradients import layout
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -34,8 +35,14 @@ CASES: list[tuple[str, Any, torch.dtype, dict[str, Any]]] = [
 ]
 
 
-def _trained(rank: int, hosts: int, local: int) -> Any:
+def _in_chunks(elements: int) -> None:
+    """Cut buckets into chunks of so many elements: phases follow each other chunk by chunk, side by side."""
+    layout.CHUNK, layout.CHUNK_COLUMNS = elements, 1
+
+
+def _trained(rank: int, hosts: int, local: int, chunk: int) -> Any:
     launched(rank, hosts, local)
+    _in_chunks(chunk)
     found = []
     for codec, feedback, dtype, options in CASES:
         ddp = DDP(Given(SHAPES, dtype), **options)
@@ -45,9 +52,12 @@ def _trained(rank: int, hosts: int, local: int) -> Any:
     return found
 
 
+@pytest.mark.parametrize("chunk", [layout.CHUNK, 1 << 12])
 @pytest.mark.parametrize(("hosts", "local"), MESHES)
-def test_every_rank_ends_with_the_bits_of_the_model_and_keeps_residuals_of_its_share(hosts: int, local: int) -> None:
-    found = run(hosts * local, _trained, hosts, local, timeout=150)
+def test_every_rank_ends_with_the_bits_of_the_model_and_keeps_residuals_of_its_share(
+    hosts: int, local: int, chunk: int
+) -> None:
+    found = run(hosts * local, _trained, hosts, local, chunk, timeout=150)
     for case, (codec, feedback, dtype, _) in enumerate(CASES):
         expected = HostExpected(nc.codec(codec), hosts, local, feedback)
         ranks = range(hosts * local)
@@ -219,8 +229,9 @@ def test_a_resumed_run_gives_the_bits_of_one_that_was_not_stopped_and_flat_state
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-def _failing(rank: int, buckets: dict[str, Any]) -> Any:
+def _failing(rank: int, buckets: dict[str, Any], chunk: int) -> Any:
     launched(rank, 2, 2)
+    _in_chunks(chunk)
     ddp = DDP(Given(SHAPES), **buckets)
     trained.compressed(ddp)
     expected = HostExpected(nc.codec(trained.CODEC), 2, 2, True)
@@ -240,9 +251,12 @@ def _step(expected: HostExpected, step: int) -> Any:
     return expected.step([given(SHAPES, rank, step) for rank in range(4)])
 
 
+@pytest.mark.parametrize("chunk", [layout.CHUNK, 1 << 12])
 @pytest.mark.parametrize("buckets", [{}, {"bucket_cap_mb": FEW}])
-def test_a_rank_that_raises_in_any_phase_breaks_the_step_off_on_its_host_at_the_least(buckets: dict[str, Any]) -> None:
-    found = run(4, _failing, buckets)
+def test_a_rank_that_raises_in_any_phase_breaks_the_step_off_on_its_host_at_the_least(
+    buckets: dict[str, Any], chunk: int
+) -> None:
+    found = run(4, _failing, buckets, chunk)
     for phase in range(3):
         assert "MemoryError: no room left for codes" in found[1][phase]
         told = range(4) if phase < 2 or buckets else range(2)
@@ -252,8 +266,9 @@ def test_a_rank_that_raises_in_any_phase_breaks_the_step_off_on_its_host_at_the_
                 assert "rank 1 failed in it: MemoryError" in found[rank][phase]
 
 
-def _losing(rank: int, phase: int) -> Any:
+def _losing(rank: int, phase: int, chunk: int) -> Any:
     launched(rank, 2, 2)
+    _in_chunks(chunk)
     ddp = DDP(Given(SHAPES), bucket_cap_mb=FEW)
     trained.compressed(ddp)
     trained.backward(ddp, given(SHAPES, rank, 0))
@@ -263,9 +278,10 @@ def _losing(rank: int, phase: int) -> Any:
     return str(error), seconds
 
 
+@pytest.mark.parametrize("chunk", [layout.CHUNK, 1 << 12])
 @pytest.mark.parametrize("phase", [1, 2, 3, 5])
-def test_a_rank_that_is_killed_in_any_phase_is_named_on_all_others_at_once(phase: int) -> None:
-    outcomes = outcomes_of(4, _losing, phase, group_timeout=20)
+def test_a_rank_that_is_killed_in_any_phase_is_named_on_all_others_at_once(phase: int, chunk: int) -> None:
+    outcomes = outcomes_of(4, _losing, phase, chunk, group_timeout=20)
     for rank in (0, 1, 3):
         assert outcomes[rank].error is None, outcomes[rank].trace
         text, seconds = outcomes[rank].value

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import narrowcast as nc
 from cases import mixed, same_bits
 from narrowcast import distributed as ncd
+from narrowcast.distributed.protocols import mesh as protocol
 from narrowcast.distributed.transport import agreement
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
@@ -32,14 +33,23 @@ CASES = [
     ("int8", None, 3, torch.float32, SUM),
     ("int8", None, 0, torch.float32, SUM),
     ("int4", None, 300_000, torch.float32, AVG),
+    ("int8", None, 300_001, torch.bfloat16, SUM),
+    ("int4", "int8", 300_001, torch.float32, AVG),
+    ("raw", None, 300_001, torch.float64, SUM),
 ]
+
+
+def in_chunks(numel: int, chunk: int) -> list[slice]:
+    """The elements of a part that go between hosts at a time."""
+    return [slice(start, start + chunk) for start in range(0, max(1, numel), chunk)]
 
 
 def data(rank: int, case: int) -> Tensor:
     return mixed(CASES[case][2], seed=100 * rank + case, dtype=CASES[case][3]) / 8
 
 
-def reduced(rank: int, hosts: int, local: int) -> list[Tensor]:
+def reduced(rank: int, hosts: int, local: int, chunk: int) -> list[Tensor]:
+    protocol.CHUNK, protocol.HOST_CHUNK = chunk, 1
     mesh = init_device_mesh("cpu", (hosts, local))
     results = []
     for case, (codec, local_codec, _, _, op) in enumerate(CASES):
@@ -49,7 +59,7 @@ def reduced(rank: int, hosts: int, local: int) -> list[Tensor]:
     return results
 
 
-def expected(case: int, hosts: int, local: int) -> Tensor:
+def expected(case: int, hosts: int, local: int, chunk: int) -> Tensor:
     """The three steps in plain codec calls: sums within hosts, the reduction between them, the parts together."""
     spec, near, numel, dtype, op = CASES[case]
     lossless = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "raw")
@@ -62,7 +72,8 @@ def expected(case: int, hosts: int, local: int) -> Tensor:
             for host in range(hosts)
         ]
         if hosts > 1:
-            total = model.all_reduce(codec, of_hosts, divisor)
+            chunks = in_chunks(len(of_hosts[0]), chunk)
+            total = torch.cat([model.all_reduce(codec, [x[piece] for x in of_hosts], divisor) for piece in chunks])
         else:
             total = of_hosts[0] / torch.full_like(of_hosts[0], divisor)
         done = total.to(dtype)
@@ -70,7 +81,7 @@ def expected(case: int, hosts: int, local: int) -> Tensor:
     return torch.cat(parts)
 
 
-def bound(case: int, hosts: int, local: int) -> Tensor:
+def bound(case: int, hosts: int, local: int, chunk: int) -> Tensor:
     """A bound, per element, where the local codec is raw.
 
     Sums within a host are off by at most (local - 1) 2**-23 times the sum of magnitudes. What follows is an all_reduce
@@ -85,24 +96,26 @@ def bound(case: int, hosts: int, local: int) -> Tensor:
             model.summed(nc.codec("raw"), [x[mine] for x in inputs[host * local : (host + 1) * local]], owner, 1)
             for host in range(hosts)
         ]
-        between.append(model.all_reduce_bound(nc.codec(spec), of_hosts, divisor))
+        for piece in in_chunks(len(of_hosts[0]), chunk):
+            between.append(model.all_reduce_bound(nc.codec(spec), [x[piece] for x in of_hosts], divisor))
     return local * 2.0**-23 * torch.stack(inputs).double().abs().sum(0) / divisor + torch.cat(between)
 
 
+@pytest.mark.parametrize("chunk", [protocol.CHUNK, 1 << 14])
 @pytest.mark.parametrize(("hosts", "local"), SHAPES)
 def test_every_rank_of_a_mesh_ends_with_the_same_bits_those_of_the_model_within_the_bound(
-    hosts: int, local: int
+    hosts: int, local: int, chunk: int
 ) -> None:
-    found = run(hosts * local, reduced, hosts, local)
+    found = run(hosts * local, reduced, hosts, local, chunk)
     for case, (_, near, numel, dtype, op) in enumerate(CASES):
         result = found[0][case]
         for of_rank in found:
             assert same_bits(of_rank[case], result), CASES[case]
-        assert same_bits(result, expected(case, hosts, local)), CASES[case]
+        assert same_bits(result, expected(case, hosts, local, chunk)), CASES[case]
         if near is None and dtype == torch.float32 and numel and hosts > 1:
             inputs = torch.stack([data(rank, case) for rank in range(hosts * local)]).double()
             exact = inputs.mean(0) if op == AVG else inputs.sum(0)
-            assert bool(((result.double() - exact).abs() <= bound(case, hosts, local)).all()), CASES[case]
+            assert bool(((result.double() - exact).abs() <= bound(case, hosts, local, chunk)).all()), CASES[case]
 
 
 def counted(rank: int, hosts: int, local: int) -> dict[str, ncd.OpStats]:

@@ -38,7 +38,7 @@ from narrowcast.distributed.gradients.stats import PROBE_EVERY, BucketStats, Clo
 from narrowcast.distributed.gradients.timetable import Refresh, Schedule, Timetable, Travel
 from narrowcast.distributed.meshes import Given, everyone_in, meet_hosts, ranks_in, size_of
 from narrowcast.distributed.planning.planner import Plan, choose_codec
-from narrowcast.distributed.protocols import mesh
+from narrowcast.distributed.protocols import phases
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.stats import span
 from narrowcast.distributed.transport.agreement import Call
@@ -211,15 +211,15 @@ class GradientCompression:
         stats = reduction.stats
         words = f"{words}, dtype={bucket.gradients.dtype}, numel={stats.numel}, exempt={stats.exempt}{bucket.words}"
         call, seed = Call("gradients", reduction.codec, words), derive_seed(self._seed, reduction.step)
-        phases = bucket.phases(group, call, stats.plain_bytes, seed)
+        each = bucket.phases(group, call, stats.plain_bytes, seed)
         began = time.perf_counter()
         with span("narrowcast::gradients"):
             try:
-                mesh.run(phases, "gradients")
+                phases.run(each, "gradients", bucket.progress)
             except BaseException as error:
                 bucket.outcome.error = error
                 raise
-        stats.sent_bytes = phases[len(phases) // 2].sent_bytes  # of three, the one between hosts
+        stats.sent_bytes = each[len(each) // 2].sent_bytes  # of three, the one between hosts
         self.clock.worked(began)
         self.counted.count(stats, reduction.probe)
 

@@ -6,12 +6,13 @@
    residuals. So a rank keeps residuals of its share alone.
 3. The ranks of a host all-gather the averages, in the dtype of the gradients.
 
-The bucket is not changed before the third phase.
+The bucket is not changed before the third phase. On a CPU each phase follows the one before it chunk by chunk.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +26,7 @@ from narrowcast.distributed.gradients.reduction import Bucket, GradientChunk, ro
 from narrowcast.distributed.gradients.side_by_side import SideBySide
 from narrowcast.distributed.protocols import pipeline
 from narrowcast.distributed.protocols.mesh import Mesh
+from narrowcast.distributed.protocols.phases import Progress
 from narrowcast.distributed.protocols.pipeline import Chunk, Segment
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.group import Group
@@ -50,21 +52,29 @@ class HostBucket(Bucket):
     """A bucket of DDP on ranks that share hosts: averaged in place."""
 
     mesh: Mesh
-    _shares: list[Share] = field(default_factory=list)
+    _shares: list[Share] = field(default_factory=list, init=False)
+    summed: Progress = field(init=False)
+    averaged: Progress = field(init=False)
 
     def phases(self, group: Group | Mesh, call: Call, plain_bytes: int, seed: int) -> list[Collective]:
         mesh, near = self.mesh, lossless(self.gradients.dtype)
         words = f"{call.words}, codec={call.codec.spec}"
         within = Call(f"{call.op} within hosts", near, words)
         between = dataclasses.replace(call, op=f"{call.op} between hosts")
+        here, chunks = mesh.everyone.ranks[mesh.everyone.rank], len(self.layout)
+        self.summed, self.averaged = Progress(chunks, here), Progress(chunks, here)
+        self._shares = [Share.of(_share(layout), self.gradients.device) for layout in self.layout]
         return [
             Collective(mesh.within, within, self._reduce_within),
             Collective(mesh.between, between, self._reduce_between, plain_bytes=plain_bytes, seed=seed),
             Collective(mesh.within, within, self._gather_within),
         ]
 
+    @property
+    def progress(self) -> Sequence[Progress]:
+        return self.summed, self.averaged
+
     def _reduce_within(self, collective: Collective) -> None:
-        self._shares = [Share.of(_share(layout), self.gradients.device) for layout in self.layout]
         both = zip(self.layout, self._shares, strict=True)
         pipeline.reduce(collective, [_SummedChunk(self, collective, *pair, i) for i, pair in enumerate(both)])
 
@@ -91,6 +101,7 @@ class _SummedChunk(Chunk):
     def __init__(
         self, bucket: HostBucket, collective: Collective, layout: ChunkLayout, share: Share, index: int
     ) -> None:
+        self._summed, self._count = bucket.summed, index + 1
         places = collective.size
         self._here = here = SideBySide(collective, bucket.buffers, layout, index, places * len(share.exempt))
         regions = (here.exempt, share.exempt), (here.matrix, share.matrix)
@@ -105,6 +116,10 @@ class _SummedChunk(Chunk):
         self._here.gather_exempt()
         self._here.gather()
 
+    def receive(self) -> None:
+        super().receive()
+        self._summed.reach(self._count)
+
 
 class _SharedChunk(GradientChunk):
     """A host's sums, on their way to the owners among all hosts, and averages on their way back."""
@@ -112,6 +127,7 @@ class _SharedChunk(GradientChunk):
     def __init__(
         self, bucket: HostBucket, collective: Collective, layout: ChunkLayout, share: Share, index: int
     ) -> None:
+        self._summed, self._averaged, self._count = bucket.summed, bucket.averaged, index + 1
         self.collective, self.layout, self.step = collective, layout, bucket.residuals_of(layout, collective, index)
         self._share = share
         self._exempt_in = bucket.exempt_in
@@ -120,7 +136,8 @@ class _SharedChunk(GradientChunk):
         super().__init__(collective, segments, index, divisor=bucket.mesh.size)
 
     def prepare(self) -> None:
-        """Add the residuals, where there are some."""
+        """Wait for the sums, and add the residuals, where there are some."""
+        self._summed.wait(self._count)
         self.step.begin()
         round_to(self._exempt_in, self._share.exempt)
         if self.step.sender is not None and self.step.next_sender is not None:
@@ -129,6 +146,7 @@ class _SharedChunk(GradientChunk):
     def finish(self) -> None:
         super().finish()
         self.keep_residuals()
+        self._averaged.reach(self._count)
 
 
 class _AveragedChunk(GatheredChunk):
@@ -137,6 +155,7 @@ class _AveragedChunk(GatheredChunk):
     def __init__(
         self, bucket: HostBucket, collective: Collective, layout: ChunkLayout, share: Share, index: int
     ) -> None:
+        self._averaged, self._count = bucket.averaged, index + 1
         places = collective.size
         self._bucket = bucket
         self._here = here = SideBySide(collective, bucket.buffers, layout, index, places * len(share.exempt))
@@ -147,6 +166,10 @@ class _AveragedChunk(GatheredChunk):
             if averages.numel()
         ]
         super().__init__(collective, runs, index)
+
+    def _encode(self) -> None:
+        self._averaged.wait(self._count)
+        super()._encode()
 
     def finish(self) -> None:
         """Write the averages over the gradients."""

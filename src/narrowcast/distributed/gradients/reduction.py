@@ -33,6 +33,7 @@ from narrowcast.distributed.gradients.side_by_side import SideBySide
 from narrowcast.distributed.gradients.stats import BucketStats, Probe
 from narrowcast.distributed.protocols import two_stage
 from narrowcast.distributed.protocols.mesh import Mesh
+from narrowcast.distributed.protocols.phases import Progress
 from narrowcast.distributed.protocols.pipeline import Chunk, Segment, reduce
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.group import Group
@@ -82,6 +83,11 @@ class Bucket:
         """The collectives that reduce it, one after the other: here, one of all ranks."""
         assert isinstance(group, Group)
         return [Collective(group, call, self.reduce, name="gradients", plain_bytes=plain_bytes, seed=seed)]
+
+    @property
+    def progress(self) -> Sequence[Progress]:
+        """Of its phases but the last, where they follow each other chunk by chunk."""
+        return ()
 
     def reduce(self, collective: Collective) -> None:
         """The protocol: reduce it over all ranks."""

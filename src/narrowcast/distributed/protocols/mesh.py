@@ -5,8 +5,8 @@
 3. The ranks of a host all-gather the parts.
 
 The first and the last phase use a codec that loses nothing of the tensor's dtype, unless a local codec is given. Each
-phase is a collective of its own group. A rank on which one phase fails gives up the later ones: so every rank of the
-mesh learns of the failure, and every rank has made the same number of calls in each of its groups.
+phase is a collective of its own group (phases.py). Over gloo a part travels in chunks: while one is between hosts,
+later ones are summed within the host, and earlier ones gathered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch import Tensor
 from narrowcast.codecs import Codec
 from narrowcast.distributed.collective import Collective
 from narrowcast.distributed.encoder import derive_seed, lossless
-from narrowcast.distributed.protocols import one_way, two_stage
+from narrowcast.distributed.protocols import one_way, phases, pipeline, two_stage
+from narrowcast.distributed.protocols.phases import Progress
+from narrowcast.distributed.protocols.pipeline import Chunk, Segment, reduce
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.group import Group
 from narrowcast.distributed.transport.hosts import Hosts
@@ -30,6 +32,12 @@ from narrowcast.kernels.reference import casts
 
 EXACT = {dtype: lossless(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 """Codecs whose rows are the elements as they are in memory."""
+
+CHUNK, HOST_CHUNK = 1 << 20, 1 << 16
+"""Elements of a part that travel together; with more than 16 hosts, as many as make so many for each, since each host's
+share of them is a message. They decide who owns an element, and so the last bits of a sum. Of 2**17 to 2**21, tried on
+32 MB with two hosts of two ranks on two cores, 2**20 took the least time at 1 Gbit/s, and about the least at 250 Mbit/s
+(bench/results/hosts.md)."""
 
 
 @dataclass(frozen=True)
@@ -63,62 +71,138 @@ class Mesh(Refusing):
             group.give_up(op, error)
 
 
-def run(phases: Sequence[Collective], op: str) -> None:
-    """Make the phases of one collective, one after the other. Where one fails, so do those after it, on all ranks."""
-    for i, phase in enumerate(phases):
-        try:
-            phase.run()
-        except BaseException as error:
-            for later in phases[i + 1 :]:
-                later.group.give_up(op, error)
-            raise
-
-
 def all_reduce(
     mesh: Mesh, flat: Tensor, divisor: int, *, near: Codec, far: Codec, seeds: tuple[int, int], words: str
 ) -> None:
     """Sum `flat` [numel] over all ranks of a mesh, in place: `near` is the codec within hosts, `far` between them."""
     parts = flat.split(two_stage.split(flat.numel(), mesh.within.size))
-    run(_phases(mesh, parts, divisor, near, far, seeds, words), "all_reduce")
-
-
-def _phases(
-    mesh: Mesh, parts: Sequence[Tensor], divisor: int, near: Codec, far: Codec, seeds: tuple[int, int], words: str
-) -> list[Collective]:
-    within, between = mesh.within, mesh.between
-    part = parts[within.rank]
-    mine = torch.empty_like(part, dtype=torch.float32)
-
-    def reduce_within(collective: Collective) -> None:
-        if collective.size > 1:
-            two_stage.reduce_scatter(collective, parts, mine, 1, in_chunks=near in EXACT.values())
-        else:
-            mine.copy_(casts.to_float32(parts[0]))
-
-    def reduce_between(collective: Collective) -> None:
-        if collective.size > 1:
-            two_stage.all_reduce(collective, mine, divisor)
-        else:
-            mine.div_(divisor)
-        part.copy_(casts.cast_output(mine, part.dtype))
-
-    def gather_within(collective: Collective) -> None:
-        as_is = near == EXACT.get(part.dtype)
-        if collective.size > 1 and as_is and near.row_bytes(len(parts[0])) > collective.wire.eager:
-            collective.agree()
-            collective.share([each.view(torch.uint8) for each in parts])
-        elif collective.size > 1:
-            rows = [each[None] for each in parts]
-            one_way.all_gather(collective, rows, rows[collective.rank])
-
+    reduction = _Reduction(mesh, parts, divisor, as_is=near == EXACT.get(flat.dtype), lossy=near not in EXACT.values())
     in_host = Call("all_reduce within hosts", near, words)
     of_hosts = Call("all_reduce between hosts", far, f"{words}, ranks={divisor}")
-    others = (sum(len(each) for each in parts) - len(part)) * part.element_size()
+    within, between, part = mesh.within, mesh.between, parts[mesh.within.rank]
+    others = (flat.numel() - len(part)) * part.element_size()
     ring = 2 * 4 * len(part) * (between.size - 1) // between.size
     gathered = len(part) * part.element_size() * (within.size - 1)
     near_seed, far_seed = seeds
-    return [
-        Collective(within, in_host, reduce_within, plain_bytes=others, seed=derive_seed(near_seed, 0)),
-        Collective(between, of_hosts, reduce_between, plain_bytes=ring, seed=derive_seed(far_seed, 1)),
-        Collective(within, in_host, gather_within, plain_bytes=gathered, seed=derive_seed(near_seed, 2)),
+    each = [
+        Collective(within, in_host, reduction.within, plain_bytes=others, seed=derive_seed(near_seed, 0)),
+        Collective(between, of_hosts, reduction.between, plain_bytes=ring, seed=derive_seed(far_seed, 1)),
+        Collective(within, in_host, reduction.gather, plain_bytes=gathered, seed=derive_seed(near_seed, 2)),
     ]
+    phases.run(each, "all_reduce", (reduction.summed, reduction.averaged))
+
+
+class _Reduction:
+    """The protocols of the three phases. `parts` are those of the tensor, one for each place on a host.
+
+    `as_is` says that parts travel within hosts as they are in memory, `lossy` that their codec loses something: then
+    they are not cut into chunks.
+    """
+
+    def __init__(self, mesh: Mesh, parts: Sequence[Tensor], divisor: int, *, as_is: bool, lossy: bool) -> None:
+        self.mesh, self.parts, self.divisor = mesh, parts, divisor
+        self.as_is, self.lossy = as_is, lossy
+        self.rank, self.part = mesh.within.rank, parts[mesh.within.rank]
+        self.mine = torch.empty_like(self.part, dtype=torch.float32)
+        """The sums of the host, and then those of all, of this rank's part."""
+        most = max(1, len(parts[0])) if mesh.nccl else max(CHUNK, HOST_CHUNK * mesh.between.size)
+        self.cuts = [slice(start, start + most) for start in range(0, max(1, len(parts[0])), most)]
+        """The chunks of every part: the first part is the longest."""
+        here = mesh.within.ranks[self.rank]
+        self.summed, self.averaged = Progress(len(self.cuts), here), Progress(len(self.cuts), here)
+
+    def within(self, collective: Collective) -> None:
+        """Sum the parts of the host's ranks, each at its owner."""
+        if collective.size == 1:
+            self.mine.copy_(casts.to_float32(self.part))
+        elif self.lossy:
+            two_stage.reduce_scatter(collective, self.parts, self.mine, 1)
+        else:
+            reduce(collective, [_SummedChunk(self, collective, i) for i in range(len(self.cuts))])
+
+    def between(self, collective: Collective) -> None:
+        """Sum this rank's part over the hosts."""
+        if collective.size == 1:
+            self.mine.div_(self.divisor)
+        elif collective.wire.together:
+            two_stage.all_reduce(collective, self.mine, self.divisor)
+        else:
+            reduce(collective, [_SharedChunk(self, collective, i) for i in range(len(self.cuts))])
+            return
+        self.keep(slice(None))
+
+    def keep(self, cut: slice) -> None:
+        """Write the sums of all hosts over a chunk of this rank's part."""
+        self.part[cut].copy_(casts.cast_output(self.mine[cut], self.part.dtype))
+
+    def gather(self, collective: Collective) -> None:
+        """Pass the parts on within the host."""
+        if collective.size > 1 and self.as_is and self.parts[0].nbytes > collective.wire.eager:
+            pipeline.run([_PassedChunk(self, collective, i) for i in range(len(self.cuts))])
+        elif collective.size > 1:
+            self.averaged.wait(len(self.cuts))
+            rows = [each[None] for each in self.parts]
+            one_way.all_gather(collective, rows, rows[self.rank])
+
+
+class _SummedChunk(Chunk):
+    """A chunk of every part, on its way to the places on the host that sum it."""
+
+    def __init__(self, reduction: _Reduction, collective: Collective, index: int) -> None:
+        self._summed, self._end, cut = reduction.summed, index + 1, reduction.cuts[index]
+        self._as_is = reduction.as_is
+        parts, sums = [part[cut] for part in reduction.parts], [reduction.mine[cut]] * collective.size
+        super().__init__(collective, [Segment(collective.encoder, parts, sums, index)], index, 1, keep_sums=True)
+
+    def _encode(self, peer: int) -> Tensor:
+        part = self.segments[0].parts[peer]
+        if self._as_is and part.nbytes == self.sizes[peer]:
+            return part.view(torch.uint8)  # nothing is written over it in this phase
+        return super()._encode(peer)
+
+    def receive(self) -> None:
+        super().receive()
+        self._summed.reach(self._end)
+
+
+class _SharedChunk(Chunk):
+    """A chunk of this rank's part, on its way through the reduction between hosts."""
+
+    def __init__(self, reduction: _Reduction, collective: Collective, index: int) -> None:
+        self._reduction, self._index = reduction, index
+        flat = reduction.mine[reduction.cuts[index]]
+        parts = flat.split(two_stage.split(len(flat), collective.size))
+        super().__init__(collective, [Segment(collective.encoder, parts, key=index)], index, reduction.divisor)
+
+    def prepare(self) -> None:
+        self._reduction.summed.wait(self._index + 1)
+
+    def finish(self) -> None:
+        super().finish()
+        self._reduction.keep(self._reduction.cuts[self._index])
+        self._reduction.averaged.reach(self._index + 1)
+
+
+class _PassedChunk:
+    """A chunk of every part, on its way from its owner to the others of the host, as it is in memory."""
+
+    def __init__(self, reduction: _Reduction, collective: Collective, index: int) -> None:
+        self._collective, self._averaged, self._end = collective, reduction.averaged, index + 1
+        self._rows = [part[reduction.cuts[index]].view(torch.uint8) for part in reduction.parts]
+
+    def open(self) -> None:
+        self._collective.agree()
+
+    def expect(self) -> None:
+        self._arrive = self._collective.wire.expect(self._rows)
+
+    def send(self) -> None:
+        self._averaged.wait(self._end)
+        self._collective.send_to_all(self._rows[self._collective.rank])
+
+    def receive(self) -> None:
+        for _ in self._arrive():
+            pass
+
+    def finish(self) -> None:
+        """Nothing comes back."""

@@ -70,21 +70,7 @@ def all_reduce_rows(collective: Collective, flat: Tensor, divisor: int) -> None:
     reduce(collective, [Chunk(collective, [segment], i, divisor) for i, segment in enumerate(segments)])
 
 
-def reduce_scatter(
-    collective: Collective, parts: Sequence[Tensor], output: Tensor, divisor: int, *, in_chunks: bool = False
-) -> None:
-    """Sum part `rank` of every rank's `parts` (flat, one per rank) into `output` (flat).
-
-    `in_chunks` lets encoding, sending and summing overlap: for codecs whose blocks do not mind where a part is cut.
-    """
-    longest = max(map(len, parts))
-    width = longest
-    if in_chunks and collective.wire.eager:
-        width = UNIT * max(1, longest * ROW_BYTES // max(1, collective.call.codec.row_bytes(longest)) // UNIT)
-    chunks = []
-    for index, start in enumerate(range(0, max(1, longest), max(1, width))):
-        cut = slice(start, start + width)
-        key = index if in_chunks else None
-        segment = Segment(collective.encoder, [part[cut] for part in parts], [output[cut]] * collective.size, key)
-        chunks.append(Chunk(collective, [segment], index, divisor, keep_sums=True))
-    reduce(collective, chunks)
+def reduce_scatter(collective: Collective, parts: Sequence[Tensor], output: Tensor, divisor: int) -> None:
+    """Sum part `rank` of every rank's `parts` (flat, one per rank) into `output` (flat)."""
+    segment = Segment(collective.encoder, parts, [output] * collective.size)
+    reduce(collective, [Chunk(collective, [segment], 0, divisor, keep_sums=True)])

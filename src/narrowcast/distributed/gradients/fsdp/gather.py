@@ -19,7 +19,7 @@ from narrowcast.distributed.gradients.gather import gather_by_hosts, gather_shar
 from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, lay_out
 from narrowcast.distributed.gradients.options import for_gradients
 from narrowcast.distributed.meshes import Given, everyone_in, ranks_in
-from narrowcast.distributed.protocols import mesh
+from narrowcast.distributed.protocols import phases
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.group import Group
@@ -119,9 +119,9 @@ class ShardGather(AllGather):
 
         def job() -> list[Tensor]:
             bring_own()
-            phases = gather_by_hosts(met, call, matrix, layout)
-            mesh.run(phases, "parameters")
-            self._state.counted.count_gather(plain, phases[0].sent_bytes)
+            each = gather_by_hosts(met, call, matrix, layout)
+            phases.run(each, "parameters")
+            self._state.counted.count_gather(plain, each[0].sent_bytes)
             return operands.written
 
         return met.lane.start("parameters", job, operands.touched, async_op)
