@@ -1,14 +1,14 @@
 """What leaves a host where several ranks share it, by the kernel's count of its interface, on a network in a box.
 
     python bench/hosts.py                    two hosts of two ranks, and three of two, as root: a table
-    ... --only 2x2  --calls 4  --rate 1gbit  --out FOLDER   (hosts.md, hosts.json)
+    ... --only 2x2  --calls 4  --rate 1gbit  --mb 32  --out FOLDER   (hosts.md, hosts.json)
 
 Each network has one namespace per host; ranks of a host reach each other by loopback, which the interface does not see.
-Tensors have 8 MB; DDP's model has about as many gradients, with error feedback below 8 bits. `by hosts` is the default,
-`flat` takes all ranks for equal (dist.group.WORLD), `none` is torch's own. `MB` is what the interface of a host sent
-for one all_reduce or step, the mean of all hosts; `share` is that over 2(H-1)/H of one encoded tensor, which is what H
-hosts cannot do without: the rest is headers of TCP, and of calls. `s` is the slowest rank's time, the median of the
-calls: of a machine that may be busy, and ranks that share its cores."""
+Tensors have 8 MB unless told otherwise; DDP's model has about as many gradients, with error feedback below 8 bits. `by
+hosts` is the default, `flat` takes all ranks for equal (dist.group.WORLD), `none` is torch's own. `MB` is what the
+interface of a host sent for one all_reduce or step, the mean of all hosts; `share` is that over 2(H-1)/H of one encoded
+tensor, which is what H hosts cannot do without: the rest is headers of TCP, and of calls. `s` is the slowest rank's
+time, the median of the calls: of a machine that may be busy, and ranks that share its cores."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from netlab import Network, read  # noqa: E402
 
 SHAPES = {"2x2": (2, 2), "3x2": (3, 2)}
 CODECS = ("int8", "int4", "int2")
-NUMEL, WIDTH = 1 << 21, 1024
+WIDTH = 1024
+LAYER_MB = 4 * WIDTH * WIDTH >> 20
 SETTLE = 0.2
 """Seconds until the last acknowledgements have passed."""
 
@@ -46,29 +47,29 @@ SETTLE = 0.2
 # -- a rank -----------------------------------------------------------------------------------------------------------
 
 
-def sums() -> dict[str, tuple[Callable[[], object], float]]:
+def sums(numel: int) -> dict[str, tuple[Callable[[], object], float]]:
     """Ways to add up a tensor, each with the bytes of one encoded tensor."""
-    x, world = torch.randn(NUMEL), dist.group.WORLD
-    ways: dict[str, tuple[Callable[[], object], float]] = {"none": (lambda: dist.all_reduce(x), 4 * NUMEL)}
+    x, world = torch.randn(numel), dist.group.WORLD
+    ways: dict[str, tuple[Callable[[], object], float]] = {"none": (lambda: dist.all_reduce(x), 4 * numel)}
     for codec in CODECS:
-        encoded = nc.codec(codec).row_bytes(NUMEL)
+        encoded = nc.codec(codec).row_bytes(numel)
         ways[f"{codec}, by hosts"] = (lambda codec=codec: ncd.all_reduce(x, codec=codec)), encoded
         ways[f"{codec}, flat"] = (lambda codec=codec: ncd.all_reduce(x, group=world, codec=codec)), encoded
     return ways
 
 
-def steps() -> dict[str, tuple[Callable[[], object], float]]:
+def steps(layers: int) -> dict[str, tuple[Callable[[], object], float]]:
     """Ways to take a step of a model, each with the bytes of its gradients, encoded; biases travel as they are."""
     x = torch.randn(1, WIDTH)
 
     def model() -> DDP:
         torch.manual_seed(0)
-        return DDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), bucket_cap_mb=2)
+        return DDP(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)]), bucket_cap_mb=layers)
 
     def step(ddp: DDP) -> Callable[[], object]:
         return lambda: ddp(x).square().mean().backward()
 
-    weights, biases = 2 * WIDTH * WIDTH, 4 * 2 * WIDTH
+    weights, biases = layers * WIDTH * WIDTH, 4 * layers * WIDTH
     ways = {"none": (step(model()), 4 * weights + biases)}
     for codec in CODECS:
         encoded = nc.codec(codec).row_bytes(weights) + biases
@@ -96,12 +97,12 @@ def counted(way: Callable[[], object], calls: int) -> tuple[int, float]:
     return int(sent), statistics.median(seconds)
 
 
-def rank_main(calls: int) -> None:
+def rank_main(calls: int, mb: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     hosts = dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
     rows = []
-    for what, ways in (("all_reduce", sums()), ("DDP", steps())):
+    for what, ways in (("all_reduce", sums(mb << 18)), ("DDP", steps(mb // LAYER_MB))):
         for name, (way, encoded) in ways.items():
             found: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(found, counted(way, calls))
@@ -117,11 +118,11 @@ def rank_main(calls: int) -> None:
 # -- the networks -----------------------------------------------------------------------------------------------------
 
 
-def run(shape: str, calls: int, rate: str | None = None) -> list[dict[str, Any]]:
+def run(shape: str, calls: int, mb: int = 8, rate: str | None = None) -> list[dict[str, Any]]:
     """The rows of one network."""
     hosts, local = SHAPES[shape]
     with Network(hosts * local, rate, per_host=local) as network:
-        command = [sys.executable, str(Path(__file__).resolve()), "--rank", "--calls", str(calls)]
+        command = [sys.executable, str(Path(__file__).resolve()), "--rank", "--calls", str(calls), "--mb", str(mb)]
         ranks = network.start(command, pipes=True)
         said = [rank.communicate(timeout=540) for rank in ranks]
         if any(rank.returncode for rank in ranks):
@@ -141,14 +142,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="networks, by the start of their names")
     parser.add_argument("--calls", type=int, default=4)
+    parser.add_argument("--mb", type=int, default=8, help="of a tensor, and of DDP's gradients: a multiple of 4")
     parser.add_argument("--rate", help="of each host's link, such as 1gbit; else as fast as the machine")
     parser.add_argument("--out", type=Path, help="folder for hosts.md and hosts.json")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:
-        rank_main(given.calls)
+        rank_main(given.calls, given.mb)
         return
-    rows = [row for shape in SHAPES if shape.startswith(given.only) for row in run(shape, given.calls, given.rate)]
+    rows = [
+        row for shape in SHAPES if shape.startswith(given.only) for row in run(shape, given.calls, given.mb, given.rate)
+    ]
     print(markdown(rows))
     if given.out:
         head = f"# What leaves a host\n\n{sentence()}. Command: `{' '.join(sys.argv)}`. "
