@@ -24,10 +24,10 @@ from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.encoder import derive_seed, lossless
 from narrowcast.distributed.gradients import options
 from narrowcast.distributed.gradients import state as saved
+from narrowcast.distributed.gradients.ddp_buckets import DdpBucket
 from narrowcast.distributed.gradients.error_feedback import redistribution
 from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals, holder_among
-from narrowcast.distributed.gradients.handed import Handed
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.meetings import Meetings
 from narrowcast.distributed.gradients.momentum import EXEMPT_IN, MomentumOptimizer, momentum_of
@@ -105,7 +105,7 @@ class GradientCompression:
         self.parameters = Parameters(model, exempt)
         self._seed = checks.seed(seed)
         self.layouts: dict[object, list[ChunkLayout]] = {}  # how buckets are cut, by what ddp.py or fsdp/ knows them by
-        self.waiting: Handed | None = None
+        self.waiting: DdpBucket | None = None
         self.residuals: Residuals | None = None
         self.make_residuals: Callable[[Mode, Holder], Residuals] = Residuals
         self._outcome, self._agreed = Outcome(), False

@@ -17,15 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.distributed.gradients import local_updates, uncompressed
-from narrowcast.distributed.gradients.buckets import layout_of, plain_bytes_of
+from narrowcast.distributed.gradients.buckets import flat_bucket, layout_of, plain_bytes_of
 from narrowcast.distributed.gradients.compression import GradientCompression
+from narrowcast.distributed.gradients.ddp_buckets import DdpBucket, JoinedBuckets, last_result
 from narrowcast.distributed.gradients.error_feedback.outcome import raise_at_the_end
-from narrowcast.distributed.gradients.handed import Handed, Joined, last_result
-from narrowcast.distributed.gradients.hosted import HostBucket
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.momentum import FormedMomentum
 from narrowcast.distributed.gradients.options import numbers
-from narrowcast.distributed.gradients.reduction import Bucket, FlatBucket, Reduction
+from narrowcast.distributed.gradients.reduction import Bucket, Reduction
 from narrowcast.distributed.meshes import Given, check_mesh, size_of
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.group import Group
@@ -74,51 +73,44 @@ def _check_mesh(given: Given, ddp: Any) -> None:
 
 def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """For `ddp.register_comm_hook(state, gradient_hook)`: the average of a bucket over all ranks, compressed."""
-    buffer = bucket.buffer()
     try:
         _check(state, bucket)
     except Exception as error:
-        state.refuse(error, buffer.device)
+        state.refuse(error, bucket.buffer().device)
         raise
     if local_updates.is_alone(state):
         return local_updates.keep(state, bucket)
-    first, parameters = buffer.storage_offset(), bucket.parameters()
-    offsets = [int(gradient.storage_offset() - first) for gradient in bucket.gradients()]
-    # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
-    offsets = [offset * numbers(p) for offset, p in zip(offsets, parameters, strict=True)]
-    handed = Handed(buffer, parameters, offsets, bucket.index(), bucket.is_last())
-    waiting = state.waiting if handed.index else None  # what waited in a backward that broke off waits no more
+    ready = _as_ddp_bucket(bucket)
+    waiting = state.waiting if ready.index else None  # what waited in a backward that broke off waits no more
     state.waiting = None
-    if waiting is not None and not waiting.joins(handed):
-        given = waiting.buffer, waiting.parameters, waiting.offsets, waiting.index, waiting.last
-        average_bucket(state, *given).add_done_callback(waiting.settle)
+    if waiting is not None and not waiting.joins(ready):
+        average_bucket(state, waiting).add_done_callback(waiting.settle)
         waiting = None
     ranks = size_of(state.process_group, "compress_gradients")
-    if handed.waits(state.trainer(), state.travel_at(state.step).codec, ranks):
-        state.waiting = handed
-        return handed.averaged
-    return average_bucket(state, buffer, parameters, offsets, handed.index, handed.last, waiting)
+    if ready.waits(state.trainer(), state.travel_at(state.step).codec, ranks):
+        state.waiting = ready
+        return ready.averaged
+    return average_bucket(state, ready, waiting)
+
+
+def _as_ddp_bucket(bucket: dist.GradBucket) -> DdpBucket:
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    starts = [int(gradient.storage_offset() - buffer.storage_offset()) for gradient in bucket.gradients()]
+    # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
+    offsets = [start * numbers(p) for start, p in zip(starts, parameters, strict=True)]
+    return DdpBucket(buffer, parameters, offsets, bucket.index(), bucket.is_last())
 
 
 def average_bucket(
-    state: GradientCompression,
-    buffer: Tensor,
-    parameters: Sequence[Tensor],
-    offsets: Sequence[int],
-    index: int,
-    last: bool,
-    waiting: Handed | None = None,
+    state: GradientCompression, bucket: DdpBucket, waiting: DdpBucket | None = None
 ) -> torch.futures.Future[Tensor]:
-    """Average a bucket over all ranks, in place: a future of it. Offsets are counted in elements of the buffer.
-
-    One that waited for it travels along."""
+    """Average a bucket over all ranks, in place: a future of it. One that waited for it travels along."""
     if size_of(state.process_group, "compress_gradients") <= 1:
-        return uncompressed.average_alone(state, buffer, parameters, offsets, index == 0, last)
-    group = state.agree(state.process_group, buffer)
+        return uncompressed.average_alone(state, bucket)
+    group = state.agree(state.process_group, bucket.buffer)
     if state.idle:
-        return uncompressed.average_by_torch(state, buffer, index, last, plain_bytes_of([buffer], group))
-    handed = Handed(buffer, parameters, offsets, index, last)
-    joined = Joined([handed] if waiting is None else [waiting, handed])
+        return uncompressed.average_by_torch(state, bucket, plain_bytes_of([bucket.buffer], group))
+    joined = JoinedBuckets([bucket] if waiting is None else [waiting, bucket])
 
     def cut(all_exempt: bool) -> list[ChunkLayout]:
         return layout_of(state, joined.parameters, joined.offsets, joined.numel, group, all_exempt)
@@ -126,19 +118,16 @@ def average_bucket(
     with group.refusing("gradients"):
         reduction = state.prepare(joined.buffers, joined.index, plain_bytes_of(joined.buffers, group), cut, state.step)
         outcome = state.outcome_of(joined.index == 0)
-        residuals = state.residuals_of(reduction)
-        given = joined.buffers[0], reduction.layout, residuals, outcome, reduction.probe
-        bucket = HostBucket(*given, group) if isinstance(group, Mesh) else FlatBucket(*given)
-        bucket.exempt_in, bucket.also = reduction.exempt_in, joined.buffers[1:]
+        reduced = flat_bucket(reduction, joined.buffers, state.residuals_of(reduction), outcome, group)
         formed = _form(state, reduction, joined, group.size)
-        future = _start(state, group, reduction, bucket, joined, formed)
-    if last:
+        future = _start(state, group, reduction, reduced, joined, formed)
+    if joined.last:
         state.clock.handed_over()
         state.step += 1
     return future
 
 
-def _form(state: GradientCompression, reduction: Reduction, joined: Joined, ranks: int) -> FormedMomentum | None:
+def _form(state: GradientCompression, reduction: Reduction, joined: JoinedBuckets, ranks: int) -> FormedMomentum | None:
     """What the gradients of buckets become before they travel, but for exempt ones: the momentum, where it is due."""
     if state.momentum is None or not reduction.momentum:
         return None
@@ -169,7 +158,7 @@ def _start(
     group: Group | Mesh,
     reduction: Reduction,
     bucket: Bucket,
-    joined: Joined,
+    joined: JoinedBuckets,
     formed: FormedMomentum | None,
 ) -> torch.futures.Future[Tensor]:
     index, last, outcome = joined.index, joined.last, bucket.outcome

@@ -27,14 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowcast.distributed.gradients.buckets import layout_of, plain_bytes_of
+from narrowcast.distributed.gradients.buckets import flat_bucket, layout_of, plain_bytes_of
 from narrowcast.distributed.gradients.compression import GradientCompression
 from narrowcast.distributed.gradients.error_feedback.outcome import Outcome, raise_at_the_end, share
 from narrowcast.distributed.gradients.error_feedback.redistribution import added_to_average
-from narrowcast.distributed.gradients.hosted import HostBucket
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.meetings import PUT_OFF, Meetings, change_dtype, real
-from narrowcast.distributed.gradients.reduction import Bucket, FlatBucket, Reduction
+from narrowcast.distributed.gradients.reduction import Bucket, Reduction
 from narrowcast.distributed.meshes import size_of
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.group import Group
@@ -275,5 +274,4 @@ def _prepared(
 
     # The codec is that of the step that the meeting follows.
     reduction = state.prepare([buffer], index, plain_bytes_of([buffer], group), cut, state.step - 1)
-    given = buffer, reduction.layout, state.residuals, outcome, reduction.probe
-    return reduction, HostBucket(*given, group) if isinstance(group, Mesh) else FlatBucket(*given)
+    return reduction, flat_bucket(reduction, [buffer], state.residuals, outcome, group)
