@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.distributed.gradients.buckets import flat_bucket, layout_of, plain_bytes_of
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.error_feedback.outcome import Outcome, raise_at_the_end, share
+from narrowcast.distributed.gradients.error_feedback.outcome import Outcome, exchange_verdicts, raise_at_the_end
 from narrowcast.distributed.gradients.error_feedback.redistribution import added_to_average
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.meetings import PUT_OFF, Meetings, change_dtype, real
@@ -135,7 +135,7 @@ def _all_are_finite(state: GradientCompression, meetings: Meetings, group: Group
     outcome = state.outcome_of(first=False)
     try:
         with _awaited(state):
-            share(outcome, group.everyone if isinstance(group, Mesh) else group, state.step)
+            exchange_verdicts(outcome, group.everyone if isinstance(group, Mesh) else group, state.step)
     except Exception as error:  # on every rank: they try again in the next step
         outcome.error = error
         raise_at_the_end(outcome)

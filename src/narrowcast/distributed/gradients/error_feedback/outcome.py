@@ -5,7 +5,7 @@ sent does not count, so neither do the residuals that it leaves: those from befo
 backward breaks off, is not applied either.
 
 Under DDP all ranks hold the same results, and each comes to the same verdict by itself. Under FSDP2 a rank sees its own
-shards, so ranks tell each other (`share`): sixteen bytes, once in a backward.
+shards, so ranks tell each other (`exchange_verdicts`): sixteen bytes, once in a backward.
 
 A number that is not finite is noted as NaN, all others as zero (x - x), so that verdicts are added up, wherever they
 are. On CUDA they come to the host by themselves, and are waited for when the next step begins: no step waits for one.
@@ -103,7 +103,7 @@ def raise_at_the_end(outcome: Outcome) -> None:
         outcome.told = True
 
 
-def share(outcome: Outcome, group: Group, step: int) -> None:
+def exchange_verdicts(outcome: Outcome, group: Group, step: int) -> None:
     """Add the verdicts of all ranks of a group to that of this rank."""
     mine = outcome.verdict(group.device)
     call = Call("gradients, finite or not", as_codec("raw"), f"step={step}")

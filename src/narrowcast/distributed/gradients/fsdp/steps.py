@@ -4,8 +4,8 @@ A step is one backward pass that reduces gradients. torch does not say when one 
 is to be reduced that the step before has reduced already, or has left out in a pass that is over: a pass comes to every
 group of its root, whether there is a gradient or not (layers that are dropped, experts that no token went to).
 
-A rank sees its own shards only. So at the end of a backward ranks tell each other whether all is finite (`share` in
-error_feedback/outcome.py), on which residuals depend.
+A rank sees its own shards only. So at the end of a backward ranks tell each other whether all is finite
+(`exchange_verdicts` in error_feedback/outcome.py), on which residuals depend.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.error_feedback.outcome import Outcome, share
+from narrowcast.distributed.gradients.error_feedback.outcome import Outcome, exchange_verdicts
 from narrowcast.distributed.gradients.fsdp.groups import ParameterGroup
 from narrowcast.distributed.transport.group import Group, group_for
 
@@ -79,7 +79,7 @@ class Steps:
         """A verdict reaches all ranks of a mesh when it goes through each of its dimensions, and all others by way of
         the larger group."""
         for members, device in sorted(self._take().items(), key=lambda item: item[0].size()):
-            share(self._outcome, group_for(members, device, "gradients"), self._step or 0)
+            exchange_verdicts(self._outcome, group_for(members, device, "gradients"), self._step or 0)
         self._outcome.complete = True
 
     def _take(self) -> dict[dist.ProcessGroup, torch.device]:
