@@ -8,8 +8,9 @@ count from the next step on, if the step is applied.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,11 @@ class Holder:
     place: int = 0
     sharded: bool = False
     """Whether a place has shards of parameters to begin with: a parameter is then what it has of it."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Holder:
+        """Whose state it is. One from before hosts were known to narrowcast does not name any."""
+        return cls(**{field.name: state.get(field.name, 0) for field in fields(cls)})
 
     @property
     def row(self) -> int:
