@@ -93,7 +93,7 @@ class GradientCompression:
         self.meetings = meetings
         self._kind = "changes" if meetings else options.kind_of(optimizer, momentum)
         self.error_feedback = options.mode_of(error_feedback, self.codec, schedule, self._kind)
-        self._held_in = options.residual_codec_of(residual_codec, self.error_feedback, self._auto)
+        self._residual_codec = options.residual_codec_of(residual_codec, self.error_feedback, self._auto)
         self.momentum = momentum_of(momentum, codec, schedule, scaler)
         self.timetable = Timetable(warmup_steps, warmup_codec, schedule, refresh, self.momentum is not None)
         self.step = 0
@@ -126,8 +126,8 @@ class GradientCompression:
         ranks = ranks_in(given, like.device, "gradients")
         if not self._agreed:
             if self.error_feedback and self.residuals is None:
-                held = self.make_residuals(self.error_feedback, holder_among(ranks))
-                self.residuals = held.held_in(self._held_in)
+                self.residuals = self.make_residuals(self.error_feedback, holder_among(ranks))
+                self.residuals.codec = self._residual_codec
             if self._loaded is not None:
                 self._take_residuals(self._loaded)
             self._agreed = True
@@ -166,7 +166,7 @@ class GradientCompression:
     def _words(self) -> str:
         """What every rank must have in common."""
         auto = "auto, " if self._auto else "" if self.codec else "none, "
-        feedback = f"{self.error_feedback}" + (f" in {self._held_in.spec}" if self._held_in else "")
+        feedback = f"{self.error_feedback}" + (f" in {self._residual_codec.spec}" if self._residual_codec else "")
         meetings = f"{self.meetings}, " if self.meetings else ""
         return f"{auto}error_feedback={feedback}, {self.timetable}, {meetings}step={self.step}, {self.parameters}"
 
@@ -271,7 +271,7 @@ class GradientCompression:
     ) -> None:
         """Go on where `state_dict` was taken: by the same rank of as many, with the same parameters. On other ranks
         `residuals` are "redistribute"d, from the states of all ranks that saved, or "drop"ped, from one."""
-        state = redistribution.for_other_ranks(state, residuals, self.make_residuals is Residuals)
+        state = redistribution.for_other_ranks(state, residuals, dealable=self.make_residuals is Residuals)
         saved.check(state)
         saved.check_kind(state, self.momentum is not None, self.meetings is not None, residuals is not None)
         codec = saved.codec_of(state) if self._auto else self.codec  # what was chosen then

@@ -22,7 +22,6 @@ FEEDBACK_WORDS: dict[Mode, str] = {
     False: "",
 }
 Exempt = Callable[[str, Tensor], bool] | str | Sequence[str] | None
-Schedule = Callable[[int], AnyCodec | None]
 
 
 def one_dimensional(name: str, parameter: Tensor) -> bool:
