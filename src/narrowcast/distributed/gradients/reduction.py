@@ -31,9 +31,9 @@ from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.runs import Run, exempt_runs, runs_of
 from narrowcast.distributed.gradients.side_by_side import SideBySide
 from narrowcast.distributed.gradients.stats import BucketStats, Probe
-from narrowcast.distributed.protocols import two_stage
+from narrowcast.distributed.protocols import pipeline, two_stage
 from narrowcast.distributed.protocols.mesh import Mesh
-from narrowcast.distributed.protocols.pipeline import Chunk, Segment, reduce
+from narrowcast.distributed.protocols.pipeline import Chunk, Segment
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.group import Group
 
@@ -86,7 +86,8 @@ class Bucket:
     def reduce(self, collective: Collective) -> None:
         """The protocol: reduce it over all ranks."""
         with self.residuals_of_step(self.layout):
-            reduce(collective, [self.chunk(collective, layout, index) for index, layout in enumerate(self.layout)])
+            chunks = [self.chunk(collective, layout, index) for index, layout in enumerate(self.layout)]
+            pipeline.reduce(collective, chunks)
 
     @contextlib.contextmanager
     def residuals_of_step(self, layout: Sequence[ChunkLayout]) -> Iterator[None]:

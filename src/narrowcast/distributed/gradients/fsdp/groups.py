@@ -227,9 +227,8 @@ def _inside(module: FSDPModule) -> list[Any]:
 
 def _check(module: FSDPModule, inner: Any) -> None:
     lacks = [name for name in _GROUP if not hasattr(inner, name)]
-    if isinstance(module, FSDPModule):
-        context: Any = getattr(module._get_fsdp_state(), "_state_ctx", None)
-        lacks += [name for name in ("post_backward_final_callback_queued",) if not hasattr(context, name)]
+    context: Any = getattr(module._get_fsdp_state(), "_state_ctx", None)
+    lacks += [name for name in ("post_backward_final_callback_queued",) if not hasattr(context, name)]
     lacks += [name for p in inner.fsdp_params[:1] for name in _PARAMETER if not hasattr(p, name)]
     if lacks:
         raise CollectiveError(

@@ -58,18 +58,7 @@ class ReplicaReduce:
         reduction = state.prepare([shard], parameters.index, plain_bytes, cut, step)
         divisor = group.size if parameters.averages else 1
         bucket = FlatBucket(shard, reduction.layout, state.residuals, outcome, reduction.probe, divisor)
-
-        def job() -> list[Tensor]:
-            try:
-                state.reduce(group, reduction, bucket, f"group {parameters.index}")
-            except BaseException as error:
-                self._steps.tell_of(error, group)
-                raise
-            return [shard]
-
-        if state.residuals is not None:
-            self._steps.tell_at_the_end(parameters)
-        group.lane.start("gradients", job, [shard], async_op=False)
+        self._steps.reduce(parameters, group, reduction, bucket, [shard])
 
     def _layout(self, which: tuple[int, ...], total: int, group: Group, all_exempt: bool) -> list[ChunkLayout]:
         """How a shard is cut that holds these parameters of a group."""

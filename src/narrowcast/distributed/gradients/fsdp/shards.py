@@ -190,18 +190,7 @@ class _Reduce(ReduceScatter):
         divisor, factor = _reduction(op, group.size)
         given = matrix, reduction.layout, state.residuals, outcome, reduction.probe, output, divisor, factor
         bucket = HostShardedBucket(*given, group) if isinstance(group, Mesh) else ShardedBucket(*given)
-
-        def job() -> list[Tensor]:
-            try:
-                state.reduce(group, reduction, bucket, f"group {parameters.index}")
-            except BaseException as error:
-                self._steps.tell_of(error, group.everyone if isinstance(group, Mesh) else group)
-                raise
-            return [output]
-
-        if state.residuals is not None:
-            self._steps.tell_at_the_end(parameters)
-        return group.lane.start("gradients", job, [output, input], async_op, at_once=group.nccl)
+        return self._steps.reduce(parameters, group, reduction, bucket, [output, input], async_op)
 
 
 def _residuals(mode: Mode, holder: Holder) -> Residuals:
