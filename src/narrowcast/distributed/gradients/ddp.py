@@ -179,7 +179,7 @@ def _start(
             group.give_up("gradients", outcome.error)
         if formed is not None and outcome.error is None:
             outcome.error = _error_of(formed.restore)
-        if last and outcome.error is not None and not outcome.told:
+        if last and outcome.error is not None and not outcome.raised_by_backward:
             raise outcome.error
         outcome.complete = last and outcome.error is None
         if outcome.complete:
@@ -222,17 +222,19 @@ def _check_join(ddp: Any, momentum: bool, meetings: bool) -> None:
 
     A rank without inputs takes no optimizer step, so its momentum is not that of the others from then on.
     """
-    if momentum and ddp is not None and ddp._join_config.enable:
+    if ddp is None or not ddp._join_config.enable:
+        return
+    if momentum:
         raise SpecError(
             "join() with momentum=: a rank whose inputs have ended takes no optimizer step, and would send a momentum "
             "of the past. Give every rank as many batches, or leave momentum= out."
         )
-    if meetings and ddp is not None and ddp._join_config.enable:
+    if meetings:
         raise SpecError(
             "join() with sync_every=: a rank whose inputs have ended takes no step, and would never come to the next "
             "meeting. Give every rank as many batches, or leave sync_every= out."
         )
-    if ddp is not None and ddp._join_config.enable and not getattr(ddp, "_divide_by_initial_world_size", True):
+    if not getattr(ddp, "_divide_by_initial_world_size", True):
         raise SpecError(
             "join(divide_by_initial_world_size=False): compressed gradients are averaged over all ranks of the group, "
             "and DDP does not tell a communication hook how many have inputs left. Call model.join(), which divides by "

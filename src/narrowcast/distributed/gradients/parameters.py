@@ -18,7 +18,7 @@ class Parameters:
         """Whether the names are the model's."""
         self.numels: dict[str, int] = {}
         self.shares: dict[str, int] = {}
-        """Of which this rank has residuals of a share: its elements."""
+        """Under FSDP2 by hosts: how many elements of each parameter this rank keeps residuals of."""
         self.exempts: dict[str, bool] = {}
         self._names: dict[int, str] = {}
         self._travels: dict[tuple[int, int], bool] = {}

@@ -40,8 +40,8 @@ class Outcome:
         """Whether all of its buckets have been reduced."""
         self.error: BaseException | None = None
         """Why one of them could not be."""
-        self.told = False
-        """Whether backward() raises it by itself."""
+        self.raised_by_backward = False
+        """Whether backward() raises it, once DDP has all buckets (`raise_at_the_end`)."""
         self._verdicts: list[Tensor] = []
         """Zero or NaN, where the gradients are."""
         self._arriving: list[tuple[Tensor, torch.cuda.Event]] = []
@@ -100,7 +100,7 @@ def raise_at_the_end(outcome: Outcome) -> None:
     engine: Any = torch.autograd.Variable._execution_engine
     with contextlib.suppress(RuntimeError):  # there is no backward, but a hook that is called by hand
         engine.queue_callback(lambda: engine.queue_callback(after_ddp))
-        outcome.told = True
+        outcome.raised_by_backward = True
 
 
 def exchange_verdicts(outcome: Outcome, group: Group, step: int) -> None:
