@@ -185,8 +185,8 @@ def plan(
     about = f", codecs={wanted}, margin={margin}, error_feedback={error_feedback}, dtype={dtype}, buckets={[*buckets]}"
     slowest(meeting, [0.0], about)  # all ranks ask for the same plan
     meet_hosts(group, meeting)
-    found = ranks_in(group, where, purpose)
-    mesh = found if isinstance(found, Mesh) else None
+    met = ranks_in(group, where, purpose)
+    mesh = met if isinstance(met, Mesh) else None
     rows, places = (meeting, 1) if mesh is None else (mesh.between, mesh.within.size)
     link = measure_link(members, where, dtype=dtype, purpose=purpose, mesh=mesh)
     probe = codecs[-1] if codecs else as_codec("int8")

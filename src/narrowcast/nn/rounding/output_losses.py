@@ -70,8 +70,8 @@ def _add_batch(
     for probe in range(PROBES if outputs else 0):
         signs = [_random_signs(output, draws) for output in outputs]
         last = probe == PROBES - 1
-        found = torch.autograd.grad(outputs, parameters, signs, retain_graph=not last, allow_unused=True)
-        for place, gradient in enumerate(found):
+        gradients = torch.autograd.grad(outputs, parameters, signs, retain_graph=not last, allow_unused=True)
+        for place, gradient in enumerate(gradients):
             squares[place] += 0.0 if gradient is None else float(gradient.detach().double().square().sum())
     return sum(float(output.detach().double().square().sum()) for output in outputs)
 
