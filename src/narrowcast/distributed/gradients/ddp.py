@@ -128,7 +128,7 @@ def average_bucket(
 
 
 def _form(state: GradientCompression, reduction: Reduction, joined: JoinedBuckets, ranks: int) -> FormedMomentum | None:
-    """What the gradients of buckets become before they travel, but for exempt ones: the momentum, where it is due."""
+    """How gradients that are not exempt become the momentum before they travel; None in steps that send gradients."""
     if state.momentum is None or not reduction.momentum:
         return None
     travelling = [

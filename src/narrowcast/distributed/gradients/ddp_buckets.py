@@ -46,7 +46,7 @@ class DdpBucket:
         return self.buffer.dtype == other.buffer.dtype and self.buffer.device == other.buffer.device
 
     def settle(self, done: torch.futures.Future[Any]) -> None:
-        """Tell DDP what became of it, where it waited: `done` is of the collective that it travelled in."""
+        """Settle `averaged` as the collective in which the bucket travelled, `done`, has ended."""
         try:
             done.value()
         except Exception as error:

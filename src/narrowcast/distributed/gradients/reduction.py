@@ -129,10 +129,10 @@ class GradientChunk(Chunk):
             torch.add(residual, gradient, out=target)
 
     def keep_residuals(self) -> None:
-        """The last step of a chunk: all that is left is there.
+        """The last step of a chunk, when its next residuals are written: clear those of padding, and keep the rest.
 
-        Not every codec gives zeros back for zeros. Residuals of padding are not saved: a run that is resumed would
-        differ from one that was not stopped."""
+        Not every codec decodes zeros to zeros, and state dicts do not hold residuals of padding: a run that is resumed
+        would differ from one that was not stopped."""
         if self.step.next_sender is not None:
             for view in self.layout.padding(self.step.next_sender):
                 view.zero_()
