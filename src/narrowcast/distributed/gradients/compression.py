@@ -28,7 +28,7 @@ from narrowcast.distributed.gradients.ddp_buckets import DdpBucket
 from narrowcast.distributed.gradients.error_feedback import redistribution
 from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals, holder_among
-from narrowcast.distributed.gradients.layout import ChunkLayout
+from narrowcast.distributed.gradients.layout import ChunkLayout, Cut
 from narrowcast.distributed.gradients.meetings import Meetings
 from narrowcast.distributed.gradients.momentum import EXEMPT_IN, MomentumOptimizer, momentum_of
 from narrowcast.distributed.gradients.options import Exempt, Mode, one_dimensional
@@ -187,20 +187,19 @@ class GradientCompression:
             self._outcome = Outcome() if self.momentum is None else self.momentum.next_outcome(self._outcome)
         return self._outcome
 
-    def prepare(
-        self, bucket: Sequence[Tensor], index: int, plain: int, lay_out: Callable[[bool], list[ChunkLayout]], step: int
-    ) -> Reduction:
-        """What a bucket of this step travels in. `lay_out(all_exempt)` says how it is cut; `plain` is its bytes."""
+    def prepare(self, bucket: Sequence[Tensor], index: int, plain_bytes: int, cut: Cut, step: int) -> Reduction:
+        """How a bucket travels in this step; without a codec it would send `plain_bytes`."""
         codec, reason, momentum = self.travel_at(step)
-        layout, numel, dtype = lay_out(codec is None), sum(each.numel() for each in bucket), bucket[0].dtype
+        layout, numel, dtype = cut(codec is None), sum(each.numel() for each in bucket), bucket[0].dtype
         ranks = len(bucket[0]) if bucket[0].dim() == 2 else 1  # exempt elements of a matrix are counted in columns
         exempt = ranks * sum(chunk.exempt_numel for chunk in layout)
         if exempt == numel and codec is not None:
             codec, reason = None, "nothing to compress"
-        stats = BucketStats(index, numel, exempt, None if codec is None else codec.spec, reason, plain)
+        stats = BucketStats(index, numel, exempt, None if codec is None else codec.spec, reason, plain_bytes)
         probed = codec is not None and (step % PROBE_EVERY == 0 or self.counted.unprobed(stats))
-        sent, rounded = momentum and codec is not None, EXEMPT_IN.get(dtype) if momentum else None
-        return Reduction(codec or lossless(dtype), layout, stats, Probe() if probed else None, step, sent, rounded)
+        probe, exempt_in = Probe() if probed else None, EXEMPT_IN.get(dtype) if momentum else None
+        sends_momentum = momentum and codec is not None
+        return Reduction(codec or lossless(dtype), layout, stats, probe, step, sends_momentum, exempt_in)
 
     def residuals_of(self, reduction: Reduction) -> Residuals | None:
         """Those that a bucket adds. What the momentum, or a meeting, has left is no part of a gradient: it waits."""
