@@ -113,34 +113,39 @@ def _replicated(groups: Sequence[ParameterGroup]) -> bool:
 
 
 def _agree(state: GradientCompression, groups: Sequence[ParameterGroup], gather: Codec | None) -> None:
-    """Meet all ranks that share parameters with this one."""
-    for group in groups:
-        for name, numel in zip(group.names, group.numels, strict=True):
-            state.parameters.numels[name] = numel  # what this rank sees of it, where tensors are parallel too
-        if group.replicas is not None:  # what it has of it
-            state.parameters.numels.update(zip(group.names, group.parts, strict=True))
+    """Meet all ranks that share parameters with this one, or have replicas of its shards."""
+    _take_numels(state, groups)
     shared = {group.process_group: group for group in groups if group.process_group.size() > 1}
     replicas = {group.replicas: group for group in groups if group.replicas is not None}
-    codec = "none" if gather is None else gather.spec
+    about = f", groups={len(groups)}, gather={'none' if gather is None else gather.spec}"
     for members, group in (shared | replicas).items():
-        meeting = everyone_in(ranks_given(state, members), group.device, "gradients")
-        state.meet(meeting, group.dtype, f", groups={len(groups)}, gather={codec}")
+        state.meet(everyone_in(ranks_given(state, members), group.device, "gradients"), group.dtype, about)
     if gather is not None:
         for members, group in shared.items():
             given = ranks_given(state, members)
             meet_hosts(given, everyone_in(given, group.device, "parameters"))
-    state.make_residuals = _residuals
-    if replicas:
-        place = groups[0].process_group.rank()
-        state.make_residuals = partial(residuals_of_shards, place=place)
+    place = groups[0].process_group.rank()
+    state.make_residuals = partial(residuals_of_shards, place=place) if replicas else _residuals
     for members, group in (replicas or shared).items():
         given = members if replicas else ranks_given(state, members)
-        met = state.agree(given, torch.empty(0, dtype=group.dtype, device=group.device))
-        if isinstance(met, Mesh):  # what this place has of each parameter, of which it keeps residuals
-            rows = [ranks[met.within.rank] for ranks in met.hosts]
-            for each in groups:
-                for name, numel, part in zip(each.names, each.numels, each.parts, strict=True):
-                    state.parameters.shares[name] = numel_of_place(numel, part, rows)
+        ranks = state.agree(given, torch.empty(0, dtype=group.dtype, device=group.device))
+        if isinstance(ranks, Mesh):
+            _take_shares(state, groups, ranks)
+
+
+def _take_numels(state: GradientCompression, groups: Sequence[ParameterGroup]) -> None:
+    """How large parameters are, as this rank sees them where tensors are parallel too; with replicas, its shards."""
+    for group in groups:
+        sizes = group.numels if group.replicas is None else group.parts
+        state.parameters.numels.update(zip(group.names, sizes, strict=True))
+
+
+def _take_shares(state: GradientCompression, groups: Sequence[ParameterGroup], mesh: Mesh) -> None:
+    """How much of each parameter this place on its host keeps residuals of."""
+    rows = [ranks[mesh.within.rank] for ranks in mesh.hosts]
+    for group in groups:
+        for name, numel, part in zip(group.names, group.numels, group.parts, strict=True):
+            state.parameters.shares[name] = numel_of_place(numel, part, rows)
 
 
 class _Reduce(ReduceScatter):
