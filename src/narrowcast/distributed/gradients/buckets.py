@@ -12,7 +12,7 @@ from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.distributed.gradients.error_feedback.residuals import Residuals
 from narrowcast.distributed.gradients.hosted import HostBucket
 from narrowcast.distributed.gradients.layout import ChunkLayout, Gradient, check_cover, lay_out
-from narrowcast.distributed.gradients.options import numbers
+from narrowcast.distributed.gradients.options import reals_per_element
 from narrowcast.distributed.gradients.reduction import Bucket, FlatBucket, Reduction
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.group import Group
@@ -31,7 +31,7 @@ def layout_of(
     if key not in state.layouts:
         gradients = []
         for parameter, offset in zip(parameters, offsets, strict=True):
-            name, numel = state.parameters.name_of(parameter), numbers(parameter) * parameter.numel()
+            name, numel = state.parameters.name_of(parameter), reals_per_element(parameter) * parameter.numel()
             exempt = all_exempt or state.parameters.is_exempt(name, numel, group.size)
             gradients.append(Gradient(name, offset, numel, exempt))
         check_cover(gradients, total)

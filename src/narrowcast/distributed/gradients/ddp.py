@@ -23,7 +23,7 @@ from narrowcast.distributed.gradients.ddp_buckets import DdpBucket, JoinedBucket
 from narrowcast.distributed.gradients.error_feedback.outcome import raise_at_the_end
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.momentum import FormedMomentum
-from narrowcast.distributed.gradients.options import numbers
+from narrowcast.distributed.gradients.options import reals_per_element
 from narrowcast.distributed.gradients.reduction import Bucket, Reduction
 from narrowcast.distributed.meshes import Given, check_mesh, size_of
 from narrowcast.distributed.protocols.mesh import Mesh
@@ -97,7 +97,7 @@ def _as_ddp_bucket(bucket: dist.GradBucket) -> DdpBucket:
     buffer, parameters = bucket.buffer(), bucket.parameters()
     starts = [int(gradient.storage_offset() - buffer.storage_offset()) for gradient in bucket.gradients()]
     # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
-    offsets = [start * numbers(p) for start, p in zip(starts, parameters, strict=True)]
+    offsets = [start * reals_per_element(p) for start, p in zip(starts, parameters, strict=True)]
     return DdpBucket(buffer, parameters, offsets, bucket.index(), bucket.is_last())
 
 

@@ -7,7 +7,7 @@ import hashlib
 from torch import Tensor, nn
 
 from narrowcast.distributed.gradients.layout import is_worth_rows
-from narrowcast.distributed.gradients.options import Exempt, numbers, plain_name, rule_of
+from narrowcast.distributed.gradients.options import Exempt, plain_name, reals_per_element, rule_of
 
 
 class Parameters:
@@ -53,5 +53,5 @@ class Parameters:
 
     def _add(self, name: str, parameter: Tensor) -> None:
         self._names[id(parameter)] = name
-        self.numels[name] = numbers(parameter) * parameter.numel()
+        self.numels[name] = reals_per_element(parameter) * parameter.numel()
         self.exempts[name] = bool(self._rule(name, parameter))
