@@ -30,7 +30,6 @@ from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals
 from narrowcast.distributed.gradients.fsdp.gather import ShardGather, for_parameters, ranks_given, shard_layout
 from narrowcast.distributed.gradients.fsdp.groups import ParameterGroup, ReduceScatter, groups_of
@@ -42,7 +41,6 @@ from narrowcast.distributed.gradients.options import Mode
 from narrowcast.distributed.gradients.reduction import ShardedBucket
 from narrowcast.distributed.meshes import Given, check_mesh, everyone_in, meet_hosts
 from narrowcast.distributed.protocols.mesh import Mesh
-from narrowcast.distributed.transport.group import Group
 from narrowcast.errors import DtypeError, ModelKindError, ShapeError, SpecError
 
 
@@ -164,38 +162,25 @@ class _Reduce(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        step, outcome = self._steps.step_of(self._parameters)
+        state, parameters, columns = self._state, self._parameters, output_tensor.numel()
+        step, outcome = self._steps.step_of(parameters)
         plain_bytes = arguments.nbytes(input_tensor) * (group.size() - 1) // group.size()
-        if self._state.idle:
-            self._state.count_idle(self._parameters.index, input_tensor.numel(), plain_bytes)
+        if state.idle:
+            state.count_idle(parameters.index, input_tensor.numel(), plain_bytes)
             return self._own(output_tensor, input_tensor, group, op, async_op)
-        meeting = self._state.agree(ranks_given(self._state, group), input_tensor)
-        with meeting.refusing("gradients"):
-            return self._start(meeting, output_tensor, input_tensor, op, async_op, plain_bytes, step, outcome)
+        ranks = state.agree(ranks_given(state, group), input_tensor)
+        with ranks.refusing("gradients"):
+            which = parameters.with_gradients(columns)
 
-    def _start(
-        self,
-        group: Group | Mesh,
-        output: Tensor,
-        input: Tensor,
-        op: Any,
-        async_op: bool,
-        plain_bytes: int,
-        step: int,
-        outcome: Outcome,
-    ) -> dist.Work | None:
-        state, parameters, columns = self._state, self._parameters, output.numel()
-        which = parameters.with_gradients(columns)
+            def cut(all_exempt: bool) -> list[ChunkLayout]:
+                return shard_layout(state, parameters, which, ranks, all_exempt)
 
-        def cut(all_exempt: bool) -> list[ChunkLayout]:
-            return shard_layout(state, parameters, which, group, all_exempt)
-
-        matrix = input.view(group.size, columns)
-        reduction = state.prepare([matrix], parameters.index, plain_bytes, cut, step)
-        divisor, factor = _reduction(op, group.size)
-        given = matrix, reduction.layout, state.residuals, outcome, reduction.probe, output, divisor, factor
-        bucket = HostShardedBucket(*given, group) if isinstance(group, Mesh) else ShardedBucket(*given)
-        return self._steps.reduce(parameters, group, reduction, bucket, [output, input], async_op)
+            matrix = input_tensor.view(ranks.size, columns)
+            reduction = state.prepare([matrix], parameters.index, plain_bytes, cut, step)
+            divisor, factor = _reduction(op, ranks.size)
+            fields = matrix, reduction.layout, state.residuals, outcome, reduction.probe, output_tensor, divisor, factor
+            bucket = HostShardedBucket(*fields, ranks) if isinstance(ranks, Mesh) else ShardedBucket(*fields)
+            return self._steps.reduce(parameters, ranks, reduction, bucket, [output_tensor, input_tensor], async_op)
 
 
 def _residuals(mode: Mode, holder: Holder) -> Residuals:
