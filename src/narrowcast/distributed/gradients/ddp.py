@@ -203,7 +203,7 @@ def _error_of(work: Callable[[], None]) -> Exception | None:
 
 
 def _check(state: GradientCompression, bucket: dist.GradBucket) -> None:
-    _check_join(state.trainer(), state.momentum is not None, state.meetings is not None)
+    _check_join(state)
     if local_updates.is_alone(state):
         local_updates.begin(state)
     if state.momentum is not None:
@@ -217,19 +217,20 @@ def _check(state: GradientCompression, bucket: dist.GradBucket) -> None:
         )
 
 
-def _check_join(ddp: Any, momentum: bool, meetings: bool) -> None:
+def _check_join(state: GradientCompression) -> None:
     """Raise if a sum is to be divided by the number of ranks that have inputs left: DDP tells no hook how many have.
 
     A rank without inputs takes no optimizer step, so its momentum is not that of the others from then on.
     """
+    ddp: Any = state.trainer()
     if ddp is None or not ddp._join_config.enable:
         return
-    if momentum:
+    if state.momentum is not None:
         raise SpecError(
             "join() with momentum=: a rank whose inputs have ended takes no optimizer step, and would send a momentum "
             "of the past. Give every rank as many batches, or leave momentum= out."
         )
-    if meetings:
+    if state.meetings is not None:
         raise SpecError(
             "join() with sync_every=: a rank whose inputs have ended takes no step, and would never come to the next "
             "meeting. Give every rank as many batches, or leave sync_every= out."
