@@ -40,11 +40,10 @@ to, where that is not the weight itself."""
 
 
 class Stack(NamedTuple):
-    """Blocks that run one after the other, and the hidden states that enter them in the unrounded model."""
+    """Blocks, and the states that enter them in the unrounded model: none where blocks do not simply chain."""
 
     blocks: list[nn.Module]
     exact: list[Tensor]
-    """Empty where the whole model has to run for each block."""
 
     @classmethod
     def of(cls, model: nn.Module, blocks: list[nn.Module], batches: Sequence[Any]) -> Stack:
@@ -143,14 +142,13 @@ def _round_on_model(work: _Work, weights: Sequence[Weight]) -> None:
 
 
 def _round_stack(work: _Work, stack: Stack, weights: Sequence[Weight]) -> None:
-    model, batches = work.model, work.batches
-    captured = _capture(model, stack.blocks, batches)
+    captured = _capture(work.model, stack.blocks, work.batches)
     if captured is None:
         for block in stack.blocks:
             _round_on_model(work, _of_block(block, weights))
         return
     states, calls = captured
-    device, masks = device_of(model), [padding_mask(batch) for batch in batches]
+    device, masks = device_of(work.model), [padding_mask(batch) for batch in work.batches]
     for place, block in enumerate(stack.blocks):
         run = _Block(block, states, stack.exact, calls[place], device)
         run.masks = masks
