@@ -28,6 +28,7 @@ from machine import sentence  # noqa: E402
 from narrowcast.distributed.gradients import layout  # noqa: E402
 from narrowcast.distributed.gradients.compression import GradientCompression  # noqa: E402
 from narrowcast.distributed.gradients.ddp import average_bucket  # noqa: E402
+from narrowcast.distributed.gradients.ddp_buckets import DdpBucket  # noqa: E402
 
 NUMEL = 6_553_600
 
@@ -45,7 +46,7 @@ def rank_main(rank: int, world: int, rounds: int, columns: list[int], folder: st
             state = GradientCompression("int4", error_feedback=False, exempt=None)
             dist.barrier()
             start, used = time.perf_counter(), time.process_time()
-            average_bucket(state, x, [x], [0], 0, True).wait()
+            average_bucket(state, DdpBucket(x, [x], [0], 0, True)).wait()
             if turn:
                 seconds.append((time.perf_counter() - start, time.process_time() - used))
     best = {each: [min(column) for column in zip(*pairs, strict=True)] for each, pairs in times.items()}

@@ -38,6 +38,7 @@ from narrowcast import distributed as ncd  # noqa: E402
 from narrowcast.cli.shared.specs import split_specs  # noqa: E402
 from narrowcast.distributed.gradients.compression import GradientCompression  # noqa: E402
 from narrowcast.distributed.gradients.ddp import average_bucket  # noqa: E402
+from narrowcast.distributed.gradients.ddp_buckets import DdpBucket  # noqa: E402
 from narrowcast.distributed.planning.planner import plan  # noqa: E402
 from narrowcast.distributed.planning.prediction import NONE  # noqa: E402
 from narrowcast.netlab.tcp import choose  # noqa: E402
@@ -63,7 +64,7 @@ def contestants(tensors: list[torch.Tensor], codecs: list[str], gradients: bool)
 
     def averaged(state: GradientCompression) -> None:
         last = len(tensors) - 1
-        for future in [average_bucket(state, x, [x], [0], i, i == last) for i, x in enumerate(tensors)]:
+        for future in [average_bucket(state, DdpBucket(x, [x], [0], i, i == last)) for i, x in enumerate(tensors)]:
             future.wait()
 
     runs: dict[str, Callable[[], object]] = {NONE: plain}

@@ -32,6 +32,22 @@ def in_interpreter(file: str, *options: str) -> str:
     return run.stdout
 
 
+def calls_that_survived(script: str, *arguments: str) -> int:
+    """Run a script of tests/kernels/cpu/ that calls the core on memory whose neighbours may not be touched.
+
+    Returns how many calls it made. One that touches more than its tensors ends the script."""
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "kernels" / "cpu" / script), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    return int(run.stdout.removesuffix(" calls\n"))
+
+
 def holds_in_a_fork(check: Callable[[], bool], seconds: float) -> None:
     """Assert what `check` says in a forked child, which must not hang. It should not compare with torch: its own
     threads do not survive a fork."""

@@ -28,6 +28,7 @@ from narrowcast.distributed.encoder import Encoder
 from narrowcast.distributed.transport.agreement import Header, statement_bytes
 from narrowcast.distributed.transport.gloo import _HEADERS, EAGER, GlooWire
 from narrowcast.distributed.transport.group import Group
+from narrowcast.distributed.transport.wire import WireError
 
 Action = Callable[[], object]
 NUMEL = 4 * 2 * EAGER
@@ -177,6 +178,16 @@ OPS = {
 
 def call(op: str, rank: int, **options: Any) -> Any:
     return OPS[op](rank, dist.get_world_size(), **options)
+
+
+def blamed(action: Action) -> tuple[int, str, float]:
+    """Whose fault it was that `action` failed, of what kind, and after how many seconds."""
+    start = time.monotonic()
+    try:
+        action()
+    except WireError as error:
+        return error.peer, error.kind, time.monotonic() - start
+    raise AssertionError("nothing was noticed")
 
 
 def error_of(action: Callable[[], object]) -> tuple[BaseException | None, float]:

@@ -13,6 +13,7 @@ import narrowcast as nc
 from ambient import SURROUNDINGS, surrounded
 from narrowcast import distributed as ncd
 from narrowcast.distributed.gradients.ddp import average_bucket
+from narrowcast.distributed.gradients.ddp_buckets import DdpBucket
 from narrowcast.distributed.transport.buffers import KEEP
 from narrowcast.distributed.transport.gloo import GlooWire
 from narrowcast.distributed.transport.gloo_connections import Gloo
@@ -196,7 +197,7 @@ def gradients_alike(rank: int) -> None:
                 ended = []
                 for step in range(3):
                     bucket = sample(10 * step + rank, offsets[-1], dtype).to(device)
-                    average_bucket(state, bucket, parameters, offsets[:-1], 0, True).wait()
+                    average_bucket(state, DdpBucket(bucket, parameters, offsets[:-1], 0, True)).wait()
                     ended.append(bucket.cpu())
                 both.append(ended + [t for pair in state.residuals.by_name().values() for t in pair])
             for i, (here, there) in enumerate(zip(*both, strict=True)):

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import narrowcast as nc
 from narrowcast import distributed as ncd
 from narrowcast.distributed.gradients.ddp import average_bucket
+from narrowcast.distributed.gradients.ddp_buckets import DdpBucket
 from narrowcast.errors import CollectiveError, MismatchError
 
 pytestmark = pytest.mark.timeout(60)
@@ -248,7 +249,7 @@ def _gradients(rank: int) -> tuple[str, str, list[float]]:
     for turn in (1.0, 10.0, 100.0):
         bucket = torch.full((2048,), turn * (rank + 1))
         try:
-            average_bucket(state, bucket, [parameter], [0], 0, True).wait()
+            average_bucket(state, DdpBucket(bucket, [parameter], [0], 0, True)).wait()
             seen.append(float(bucket[0]))
         except Exception as raised:
             error = raised

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowcast.checkpoint.companions import companions, config_of, copy_companions
 from narrowcast.checkpoint.files import SUFFIX, make_folder, new_file, sweep, write_tensors
-from narrowcast.checkpoint.folders import INDEX, SINGLE, new_save, publish_index, remove_others, shard_names, turn
+from narrowcast.checkpoint.folders import INDEX, SINGLE, locked, new_save, publish_index, remove_others, shard_names
 from narrowcast.checkpoint.header import Stored
 from narrowcast.checkpoint.mapping import File
 from narrowcast.checkpoint.parts import Part, Rounded, choose_codecs, lay_out_parts
@@ -167,7 +167,7 @@ class Conversion:
         for name in names:
             if not (self.target / name).exists():
                 raise MissingFileError(f"{self.target / name}: was not written. Run the same command again.")
-        with turn(self.target):
+        with locked(self.target):
             if names == [SINGLE]:
                 remove_others(self.target, {SINGLE}, only_shards=False)
             else:

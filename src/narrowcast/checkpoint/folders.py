@@ -12,8 +12,9 @@ The index has the SHA-256 of every shard's header, and a header has the checksum
 the files of one save, and a mixture of two saves is refused. The first shards of a folder have the names that Hugging
 Face gives. Those of a later save have the number of their save in them, too.
 
-Processes that save at the same time take turns (`turn`). The last one wins, and removes the files of the others. Where
-the file system has no locks, two processes may leave a folder that is refused, but never one that loads as a mixture.
+Processes that save at the same time take turns (`locked`). The last one wins, and removes the files of the others.
+Where the file system has no locks, two processes may leave a folder that is refused, but never one that loads as a
+mixture.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def index_bytes(files: Mapping[str, Iterable[Entry]], headers: Mapping[str, str]
 
 
 @contextmanager
-def turn(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder: other processes that save into it wait. A killed process releases it."""
     handle = None
     # Where folders cannot be locked, the digests of the index still reveal a mixture.
@@ -88,14 +89,14 @@ def turn(folder: Path) -> Iterator[None]:
 
 def publish_single(folder: Path, staging: Staging) -> None:
     """Make the one staged file the folder's checkpoint."""
-    with turn(folder):
+    with locked(folder):
         staging.publish([SINGLE])
         remove_others(folder, {SINGLE})
 
 
 def publish_shards(folder: Path, staging: Staging, groups: Sequence[Sequence[Entry]], headers: Sequence[str]) -> None:
     """Make the staged files, with these digests, the folder's checkpoint."""
-    with turn(folder):
+    with locked(folder):
         names = free_names(folder, len(groups))
         staging.publish(names)
         publish_index(
@@ -106,7 +107,7 @@ def publish_shards(folder: Path, staging: Staging, groups: Sequence[Sequence[Ent
 def publish_index(
     folder: Path, files: Mapping[str, Iterable[Entry]], headers: Mapping[str, str], only_shards: bool
 ) -> None:
-    """Make files that have their names the folder's checkpoint, and remove the old one. The caller holds `turn`."""
+    """Make files that have their names the folder's checkpoint, and remove the old one. The caller holds the lock."""
     with new_file(folder / INDEX) as file:
         file.write(index_bytes(files, headers))
     (folder / SINGLE).unlink(missing_ok=True)

@@ -227,14 +227,14 @@ def _make(name: str, options: dict[str, Any]) -> Codec:
             raise SpecError(f"{key}={options[key]!r}: codec {name!r} {takes}.")
     if name == "levels" and "table" not in options:
         raise SpecError('codec "levels" needs a table: "levels:table=-1|0|1", or narrowcast.codecs.Levels([-1, 0, 1]).')
-    made = entry.make(**options)
-    if entry.module and (not isinstance(made, Codec) or made.name != name):
-        what = f"a codec called {made.name!r}" if isinstance(made, Codec) else f"a {type(made).__name__}"
+    built = entry.make(**options)
+    if entry.module and (not isinstance(built, Codec) or built.name != name):
+        what = f"a codec called {built.name!r}" if isinstance(built, Codec) else f"a {type(built).__name__}"
         raise SpecError(
             f"codec {name!r}: what {entry.module!r} registered under this name makes {what}. It must make a Codec with "
             f"name={name!r}, which files and other ranks know it by."
         )
-    return made
+    return built
 
 
 def _load_entry_point(name: str) -> Entry | None:

@@ -205,11 +205,11 @@ class Collective:
             pass
 
     def reserve(self, nbytes: int) -> None:
-        """Take memory for the rows that are to be sent, of up to so many bytes each. Once in a collective."""
+        """Take memory for the rows to send, of up to so many bytes each. Called once in a collective."""
         self._rows = self.encoder.take("outbox", self.wire.turns * nbytes).view(self.wire.turns, nbytes)
 
     def next_row(self, nbytes: int) -> Tensor:
-        """Memory for a row that is to be sent: another one each time, until it surely is."""
+        """Memory for a row to send, which no other row gets before this one has left."""
         self._turn += 1
         return self._rows[self._turn % self.wire.turns, :nbytes]
 
@@ -226,8 +226,9 @@ class Operands:
 
     def __init__(self, *written: Tensor) -> None:
         self.written = list(written)
-        """The result of the call's `Work`."""
+        """The caller's tensors that get the results: what the call's `Work` gives."""
         self.touched: list[Tensor] = list(written)
+        """All tensors whose memory the call reads or writes."""
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def read(self, tensor: Tensor) -> Tensor:

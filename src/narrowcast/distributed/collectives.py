@@ -21,7 +21,7 @@ from narrowcast.distributed.collective import Collective, Operands, Request
 from narrowcast.distributed.entry import collective
 from narrowcast.distributed.meshes import Sum, all_reduce_by_hosts, all_reduce_over_mesh, check_mesh
 from narrowcast.distributed.protocols import one_way, together, two_stage
-from narrowcast.distributed.transport.agreement import alike
+from narrowcast.distributed.transport.agreement import remembered_call
 from narrowcast.distributed.transport.group import group_for
 from narrowcast.distributed.transport.work import Work
 
@@ -42,10 +42,9 @@ def all_reduce(
 ) -> Work | None:
     """Sum (or average) `tensor` over all ranks, in place; every rank ends with the same bits.
 
-    By default this follows the machine. With several hosts, and as many ranks on each (two or more, as torchrun starts
-    them), ranks of a host add up in full precision, or in `local_codec`; only their sums travel between hosts, in
-    `codec`. `group` may say which ranks share a host: a 2-D DeviceMesh (hosts x local). With `group=dist.group.WORLD`,
-    or any other group, hosts play no part.
+    By default, where torchrun has started as many ranks (two or more) on each of several hosts, ranks of a host add up
+    in full precision, or in `local_codec`, and only their sums travel between hosts, in `codec`. A 2-D DeviceMesh as
+    `group`, hosts x local, says who shares a host. With any other group, dist.group.WORLD too, hosts play no part.
     """
     members = arguments.members(None if isinstance(group, DeviceMesh) else group, "all_reduce")
     if isinstance(group, DeviceMesh):
@@ -59,11 +58,13 @@ def all_reduce(
         if collective.size > 1:
             two_stage.all_reduce(collective, wanted.data.view(-1), wanted.divisor)
 
-    on, plain = group_for(members, tensor.device), 2 * arguments.nbytes(tensor) * (members.size() - 1) // members.size()
-    call, here = alike("all_reduce", wanted.far, wanted.words), together.goes_as_it_is(wanted.far, wanted.data)
-    flat = Collective(on, call, protocol, plain_bytes=plain, seed=wanted.seeds[1], here=here)
-    by_hosts = group is None
-    return all_reduce_by_hosts(wanted, members, flat, async_op) if by_hosts else flat.launch(wanted.operands, async_op)
+    everyone, call = group_for(members, tensor.device), remembered_call("all_reduce", wanted.far, wanted.words)
+    plain = 2 * arguments.nbytes(tensor) * (members.size() - 1) // members.size()
+    here = together.goes_as_it_is(wanted.far, wanted.data)
+    flat = Collective(everyone, call, protocol, plain_bytes=plain, seed=wanted.seeds[1], here=here)
+    if group is None:
+        return all_reduce_by_hosts(wanted, members, flat, async_op)
+    return flat.launch(wanted.operands, async_op)
 
 
 @collective
@@ -294,7 +295,6 @@ def broadcast(
         if collective.size > 1:
             one_way.broadcast(collective, rows, root)
 
-    source = dist.get_global_rank(members, root)
-    words = f"{arguments.in_common(target, chosen)}, numel={target.numel()}, src={source}"
+    words = f"{arguments.in_common(target, chosen)}, numel={target.numel()}, src={dist.get_global_rank(members, root)}"
     plain = arguments.nbytes(target) * (members.size() - 1) if root == members.rank() else 0
     return Request("broadcast", members, async_op, chosen, seed).launch(words, protocol, operands, plain)

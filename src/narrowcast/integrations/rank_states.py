@@ -43,8 +43,7 @@ def save(compression: GradientCompression, folder: str | os.PathLike[str], resid
 
 
 def load(compression: GradientCompression, folder: str | os.PathLike[str], residuals: bool, number: int = 0) -> None:
-    """Load what this rank wrote. Without residuals any rank's file serves; without a file, training starts at step "
-    "0."""
+    """Load what this rank wrote. Without residuals any rank's file serves; without a file nothing is loaded."""
     path = _path(folder, number, _rank())
     if not residuals and not path.exists():
         path = _path(folder, number, 0)

@@ -28,7 +28,7 @@ from narrowcast.errors import OptimizerError
 from narrowcast.optim import loading, rows
 from narrowcast.optim.around_torch import of_torch, outside_graphs
 from narrowcast.optim.travelling import Travelling
-from narrowcast.optim.update import COUNT, alike, update
+from narrowcast.optim.update import COUNT, sort_alike, update
 
 
 class AdamW(Travelling):
@@ -182,7 +182,7 @@ class AdamW(Travelling):
                 state.update(rows.new_state(parameter, group))
             rows.update(parameter, state, group, takes_momentum=parameter in marked, grad_scale=grad_scale)
         for takes_momentum, these in floats.items():
-            for tensors in alike(these, self.state, self.divisor_of if takes_momentum else None):
+            for tensors in sort_alike(these, self.state, self.divisor_of if takes_momentum else None):
                 update(group, tensors, takes_momentum=takes_momentum, grad_scale=grad_scale)
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:

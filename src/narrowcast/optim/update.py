@@ -38,7 +38,7 @@ class Alike(NamedTuple):
     """What first moments are divided by, where it is known already; else none."""
 
 
-def alike(
+def sort_alike(
     parameters: Iterable[Tensor], states: Any, divisor_of: Callable[[Tensor], Tensor] | None = None
 ) -> list[Alike]:
     """Sort parameters that have gradients by dtype and by the devices of parameter and `step`."""

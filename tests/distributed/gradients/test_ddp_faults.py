@@ -24,6 +24,7 @@ import narrowcast as nc
 from cases import same_bits
 from narrowcast import distributed as ncd
 from narrowcast.distributed.gradients.ddp import average_bucket
+from narrowcast.distributed.gradients.ddp_buckets import DdpBucket
 from narrowcast.errors import CollectiveError, DtypeError, MismatchError, ModelKindError, SpecError
 
 pytestmark = pytest.mark.timeout(180)
@@ -342,7 +343,7 @@ def test_a_rank_that_makes_no_step_is_named_when_the_time_is_up() -> None:
 
 def _no_group() -> BaseException | None:
     state = nc.GradientCompression("int8")
-    return faults.error_of(lambda: average_bucket(state, torch.ones(3), [], [], 0, True))[0]
+    return faults.error_of(lambda: average_bucket(state, DdpBucket(torch.ones(3), [], [], 0, True)))[0]
 
 
 def test_without_a_process_group_the_error_says_what_to_call() -> None:

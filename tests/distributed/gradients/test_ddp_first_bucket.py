@@ -16,7 +16,7 @@ import narrowcast as nc
 from cases import same_bits
 from narrowcast import distributed as ncd
 from narrowcast.distributed.gradients import ddp as engine
-from narrowcast.distributed.gradients import handed
+from narrowcast.distributed.gradients import ddp_buckets
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -69,7 +69,7 @@ def held(rank: int) -> Any:
 
 def apart(rank: int) -> Any:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(handed, "MOST_HELD_BYTES", 0)
+        patched.setattr(ddp_buckets, "MOST_HELD_BYTES", 0)
         return _gradients(rank)
 
 
@@ -95,7 +95,7 @@ def momentum_held(rank: int) -> Any:
 
 def momentum_apart(rank: int) -> Any:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(handed, "MOST_HELD_BYTES", 0)
+        patched.setattr(ddp_buckets, "MOST_HELD_BYTES", 0)
         return _momentum(rank)
 
 

@@ -18,6 +18,7 @@ from trained import FEW, SHAPES, Given, given
 import narrowcast as nc
 from cases import same_bits
 from narrowcast.distributed.gradients.ddp import average_bucket
+from narrowcast.distributed.gradients.ddp_buckets import DdpBucket
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -171,7 +172,8 @@ def broken_off(rank: int) -> Any:
             gradients, results = given(SHAPES, rank, step), []
             for index, name in enumerate(names):
                 flat, last = gradients[name].reshape(-1), name == "odd"
-                results.append(average_bucket(state, flat, [module.get_parameter(name)], [0], index, last).wait())
+                bucket = DdpBucket(flat, [module.get_parameter(name)], [0], index, last)
+                results.append(average_bucket(state, bucket).wait())
             return results
 
         hand_over(0, "even", "odd")

@@ -21,6 +21,7 @@ from narrowcast import errors
 from narrowcast.distributed.gradients import layout
 from narrowcast.distributed.gradients.compression import GradientCompression
 from narrowcast.distributed.gradients.ddp import average_bucket
+from narrowcast.distributed.gradients.ddp_buckets import DdpBucket
 from narrowcast.distributed.planning import devices
 from narrowcast.distributed.planning import link as links
 from narrowcast.distributed.planning import planner as planning
@@ -112,7 +113,7 @@ def sent_bytes(rank: int, cases: list[tuple[str, int]]) -> list[int]:
         found.append(ncd.stats()["all_reduce"].sent_bytes)
         state = GradientCompression(spec, exempt=None)
         weight = torch.ones(numel)
-        average_bucket(state, weight, [weight], [0], 0, True).wait()
+        average_bucket(state, DdpBucket(weight, [weight], [0], 0, True)).wait()
         found.append(state.stats().sent_bytes)
     return found
 

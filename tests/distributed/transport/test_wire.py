@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +22,6 @@ from narrowcast.distributed.transport.agreement import Call, Header
 from narrowcast.distributed.transport.gloo import _HEADERS, GlooWire
 from narrowcast.distributed.transport.gloo_connections import Gloo
 from narrowcast.distributed.transport.gloo_messages import GRACE_SECONDS, RARE_GLANCE_SECONDS
-from narrowcast.distributed.transport.wire import WireError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -38,16 +36,6 @@ def _wire(rank: int) -> GlooWire:
     limit = timedelta(seconds=20)
     store = dist.PrefixStore("wire", c10d._get_default_store())
     return GlooWire(Gloo(store, rank, range(dist.get_world_size()), limit, limit))
-
-
-def _broken(action: Callable[[], object]) -> tuple[int, str, float]:
-    """Whose fault it was that `action` failed, of what kind, and after how many seconds."""
-    start = time.monotonic()
-    try:
-        action()
-    except WireError as error:
-        return error.peer, error.kind, time.monotonic() - start
-    raise AssertionError("nothing was noticed")
 
 
 def _write_to_the_dead(rank: int, what: str) -> Any:
@@ -71,7 +59,7 @@ def _write_to_the_dead(rank: int, what: str) -> Any:
             wire.agree(header, lambda peer: None, [NONE] * 2, meanwhile=held.close)
         else:
             wire.send(ROW, [1])
-    return _broken(wire.flush)
+    return faults.blamed(wire.flush)
 
 
 @pytest.mark.parametrize("what", ["header", "row"])

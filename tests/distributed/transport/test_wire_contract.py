@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import faults
 import pytest
 import ranks
 import torch
@@ -27,7 +28,7 @@ from narrowcast.distributed.transport.gloo import EAGER, SHORT, GlooWire
 from narrowcast.distributed.transport.gloo_connections import Gloo
 from narrowcast.distributed.transport.nccl import NcclWire
 from narrowcast.distributed.transport.staged import StagedWire
-from narrowcast.distributed.transport.wire import Wire, WireError
+from narrowcast.distributed.transport.wire import Wire
 from narrowcast.errors import MismatchError
 
 pytestmark = pytest.mark.timeout(120)
@@ -250,16 +251,6 @@ def test_ranks_that_disagree_read_the_same_and_the_wire_stays_open(make: Any) ->
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-def _broken(action: Callable[[], object]) -> tuple[int, str, float]:
-    """Whose fault it was that `action` failed, of what kind, and after how many seconds."""
-    start = time.monotonic()
-    try:
-        action()
-    except WireError as error:
-        return error.peer, error.kind, time.monotonic() - start
-    raise AssertionError("nothing was noticed")
-
-
 def _waits(wire: Wire, device: torch.device, what: str) -> Callable[[], object]:
     if what == "header":
         return lambda: agree(wire, 2, device)
@@ -274,7 +265,7 @@ def _close(rank: int, make: Any, what: str) -> Any:
         time.sleep(0.3)
         wire.close(b"the reason")
         return None
-    found = _broken(_waits(wire, device, what))
+    found = faults.blamed(_waits(wire, device, what))
     return found, wire.last_words(0)
 
 
@@ -291,7 +282,7 @@ def _die(rank: int, make: Any, what: str) -> Any:
     agree(wire, 1, device)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    return _broken(_waits(wire, device, what))
+    return faults.blamed(_waits(wire, device, what))
 
 
 @pytest.mark.parametrize("what", ["header", "row"])
@@ -310,7 +301,7 @@ def _silent(rank: int, make: Any, what: str) -> Any:
     if rank == 0:
         time.sleep(6.0)
         return None
-    return _broken(_waits(wire, device, what))
+    return faults.blamed(_waits(wire, device, what))
 
 
 @pytest.mark.parametrize("what", ["header", "row"])

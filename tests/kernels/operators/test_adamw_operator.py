@@ -59,7 +59,7 @@ def test_the_operator_says_what_it_changes() -> None:
     )
 
 
-def test_no_rows_and_no_columns_change_nothing() -> None:
+def test_a_parameter_without_rows_or_columns_is_taken() -> None:
     for shape in ((0, 200), (3, 0)):
         parameter = torch.zeros(shape, dtype=torch.float32)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import narrowcast as nc
-from narrowcast.codecs import grid as codec_grid
+from narrowcast.codecs import row_scales
 from narrowcast.kernels import reference
 from narrowcast.kernels import triton as gpu
 from narrowcast.kernels.contract import Reference
@@ -120,7 +120,7 @@ def test_gptq_on_a_gpu_gives_the_bytes_of_the_reference_there(
     x = (torch.randn(512, 40, generator=generator) @ torch.randn(40, 320, generator=generator)).cuda()
     inputs, rounding = Inputs(x.t() @ x / len(x)), nc.nn.GPTQ(act_order=act_order)
     found = rounding.round_rows(weight.clone(), nc.codec(spec), inputs)
-    monkeypatch.setattr(codec_grid, "kernel_for", lambda device_type: Reference())
+    monkeypatch.setattr(row_scales, "kernel_for", lambda device_type: Reference())
     assert torch.equal(found, rounding.round_rows(weight.clone(), nc.codec(spec), inputs))
 
 

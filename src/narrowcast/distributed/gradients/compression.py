@@ -24,11 +24,11 @@ from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.encoder import derive_seed, lossless
 from narrowcast.distributed.gradients import options
 from narrowcast.distributed.gradients import state as saved
+from narrowcast.distributed.gradients.ddp_buckets import DdpBucket
 from narrowcast.distributed.gradients.error_feedback import redistribution
 from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals, holder_among
-from narrowcast.distributed.gradients.handed import Handed
-from narrowcast.distributed.gradients.layout import ChunkLayout
+from narrowcast.distributed.gradients.layout import ChunkLayout, Cut
 from narrowcast.distributed.gradients.meetings import Meetings
 from narrowcast.distributed.gradients.momentum import EXEMPT_IN, MomentumOptimizer, momentum_of
 from narrowcast.distributed.gradients.options import Exempt, Mode, one_dimensional
@@ -93,7 +93,7 @@ class GradientCompression:
         self.meetings = meetings
         self._kind = "changes" if meetings else options.kind_of(optimizer, momentum)
         self.error_feedback = options.mode_of(error_feedback, self.codec, schedule, self._kind)
-        self._held_in = options.residual_codec_of(residual_codec, self.error_feedback, self._auto)
+        self._residual_codec = options.residual_codec_of(residual_codec, self.error_feedback, self._auto)
         self.momentum = momentum_of(momentum, codec, schedule, scaler)
         self.timetable = Timetable(warmup_steps, warmup_codec, schedule, refresh, self.momentum is not None)
         self.step = 0
@@ -105,7 +105,7 @@ class GradientCompression:
         self.parameters = Parameters(model, exempt)
         self._seed = checks.seed(seed)
         self.layouts: dict[object, list[ChunkLayout]] = {}  # how buckets are cut, by what ddp.py or fsdp/ knows them by
-        self.waiting: Handed | None = None
+        self.waiting: DdpBucket | None = None
         self.residuals: Residuals | None = None
         self.make_residuals: Callable[[Mode, Holder], Residuals] = Residuals
         self._outcome, self._agreed = Outcome(), False
@@ -126,8 +126,8 @@ class GradientCompression:
         ranks = ranks_in(given, like.device, "gradients")
         if not self._agreed:
             if self.error_feedback and self.residuals is None:
-                held = self.make_residuals(self.error_feedback, holder_among(ranks))
-                self.residuals = held.held_in(self._held_in)
+                self.residuals = self.make_residuals(self.error_feedback, holder_among(ranks))
+                self.residuals.codec = self._residual_codec
             if self._loaded is not None:
                 self._take_residuals(self._loaded)
             self._agreed = True
@@ -166,7 +166,7 @@ class GradientCompression:
     def _words(self) -> str:
         """What every rank must have in common."""
         auto = "auto, " if self._auto else "" if self.codec else "none, "
-        feedback = f"{self.error_feedback}" + (f" in {self._held_in.spec}" if self._held_in else "")
+        feedback = f"{self.error_feedback}" + (f" in {self._residual_codec.spec}" if self._residual_codec else "")
         meetings = f"{self.meetings}, " if self.meetings else ""
         return f"{auto}error_feedback={feedback}, {self.timetable}, {meetings}step={self.step}, {self.parameters}"
 
@@ -187,20 +187,19 @@ class GradientCompression:
             self._outcome = Outcome() if self.momentum is None else self.momentum.next_outcome(self._outcome)
         return self._outcome
 
-    def prepare(
-        self, bucket: Sequence[Tensor], index: int, plain: int, lay_out: Callable[[bool], list[ChunkLayout]], step: int
-    ) -> Reduction:
-        """What a bucket of this step travels in. `lay_out(all_exempt)` says how it is cut; `plain` is its bytes."""
+    def prepare(self, bucket: Sequence[Tensor], index: int, plain_bytes: int, cut: Cut, step: int) -> Reduction:
+        """How a bucket travels in this step; without a codec it would send `plain_bytes`."""
         codec, reason, momentum = self.travel_at(step)
-        layout, numel, dtype = lay_out(codec is None), sum(each.numel() for each in bucket), bucket[0].dtype
+        layout, numel, dtype = cut(codec is None), sum(each.numel() for each in bucket), bucket[0].dtype
         ranks = len(bucket[0]) if bucket[0].dim() == 2 else 1  # exempt elements of a matrix are counted in columns
         exempt = ranks * sum(chunk.exempt_numel for chunk in layout)
         if exempt == numel and codec is not None:
             codec, reason = None, "nothing to compress"
-        stats = BucketStats(index, numel, exempt, None if codec is None else codec.spec, reason, plain)
+        stats = BucketStats(index, numel, exempt, None if codec is None else codec.spec, reason, plain_bytes)
         probed = codec is not None and (step % PROBE_EVERY == 0 or self.counted.unprobed(stats))
-        sent, rounded = momentum and codec is not None, EXEMPT_IN.get(dtype) if momentum else None
-        return Reduction(codec or lossless(dtype), layout, stats, Probe() if probed else None, step, sent, rounded)
+        probe, exempt_in = Probe() if probed else None, EXEMPT_IN.get(dtype) if momentum else None
+        sends_momentum = momentum and codec is not None
+        return Reduction(codec or lossless(dtype), layout, stats, probe, step, sends_momentum, exempt_in)
 
     def residuals_of(self, reduction: Reduction) -> Residuals | None:
         """Those that a bucket adds. What the momentum, or a meeting, has left is no part of a gradient: it waits."""
@@ -271,7 +270,7 @@ class GradientCompression:
     ) -> None:
         """Go on where `state_dict` was taken: by the same rank of as many, with the same parameters. On other ranks
         `residuals` are "redistribute"d, from the states of all ranks that saved, or "drop"ped, from one."""
-        state = redistribution.for_other_ranks(state, residuals, self.make_residuals is Residuals)
+        state = redistribution.for_other_ranks(state, residuals, dealable=self.make_residuals is Residuals)
         saved.check(state)
         saved.check_kind(state, self.momentum is not None, self.meetings is not None, residuals is not None)
         codec = saved.codec_of(state) if self._auto else self.codec  # what was chosen then

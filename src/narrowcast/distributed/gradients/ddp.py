@@ -17,15 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.distributed.gradients import local_updates, uncompressed
-from narrowcast.distributed.gradients.buckets import layout_of, plain_bytes_of
+from narrowcast.distributed.gradients.buckets import flat_bucket, layout_of, plain_bytes_of
 from narrowcast.distributed.gradients.compression import GradientCompression
+from narrowcast.distributed.gradients.ddp_buckets import DdpBucket, JoinedBuckets, last_result
 from narrowcast.distributed.gradients.error_feedback.outcome import raise_at_the_end
-from narrowcast.distributed.gradients.handed import Handed, Joined, last_result
-from narrowcast.distributed.gradients.hosted import HostBucket
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.momentum import FormedMomentum
-from narrowcast.distributed.gradients.options import numbers
-from narrowcast.distributed.gradients.reduction import Bucket, FlatBucket, Reduction
+from narrowcast.distributed.gradients.options import reals_per_element
+from narrowcast.distributed.gradients.reduction import Bucket, Reduction
 from narrowcast.distributed.meshes import Given, check_mesh, size_of
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.group import Group
@@ -74,51 +73,44 @@ def _check_mesh(given: Given, ddp: Any) -> None:
 
 def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """For `ddp.register_comm_hook(state, gradient_hook)`: the average of a bucket over all ranks, compressed."""
-    buffer = bucket.buffer()
     try:
         _check(state, bucket)
     except Exception as error:
-        state.refuse(error, buffer.device)
+        state.refuse(error, bucket.buffer().device)
         raise
     if local_updates.is_alone(state):
         return local_updates.keep(state, bucket)
-    first, parameters = buffer.storage_offset(), bucket.parameters()
-    offsets = [int(gradient.storage_offset() - first) for gradient in bucket.gradients()]
-    # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
-    offsets = [offset * numbers(p) for offset, p in zip(offsets, parameters, strict=True)]
-    handed = Handed(buffer, parameters, offsets, bucket.index(), bucket.is_last())
-    waiting = state.waiting if handed.index else None  # what waited in a backward that broke off waits no more
+    ready = _as_ddp_bucket(bucket)
+    waiting = state.waiting if ready.index else None  # what waited in a backward that broke off waits no more
     state.waiting = None
-    if waiting is not None and not waiting.joins(handed):
-        given = waiting.buffer, waiting.parameters, waiting.offsets, waiting.index, waiting.last
-        average_bucket(state, *given).add_done_callback(waiting.settle)
+    if waiting is not None and not waiting.joins(ready):
+        average_bucket(state, waiting).add_done_callback(waiting.settle)
         waiting = None
     ranks = size_of(state.process_group, "compress_gradients")
-    if handed.waits(state.trainer(), state.travel_at(state.step).codec, ranks):
-        state.waiting = handed
-        return handed.averaged
-    return average_bucket(state, buffer, parameters, offsets, handed.index, handed.last, waiting)
+    if ready.waits(state.trainer(), state.travel_at(state.step).codec, ranks):
+        state.waiting = ready
+        return ready.averaged
+    return average_bucket(state, ready, waiting)
+
+
+def _as_ddp_bucket(bucket: dist.GradBucket) -> DdpBucket:
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    starts = [int(gradient.storage_offset() - buffer.storage_offset()) for gradient in bucket.gradients()]
+    # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
+    offsets = [start * reals_per_element(p) for start, p in zip(starts, parameters, strict=True)]
+    return DdpBucket(buffer, parameters, offsets, bucket.index(), bucket.is_last())
 
 
 def average_bucket(
-    state: GradientCompression,
-    buffer: Tensor,
-    parameters: Sequence[Tensor],
-    offsets: Sequence[int],
-    index: int,
-    last: bool,
-    waiting: Handed | None = None,
+    state: GradientCompression, bucket: DdpBucket, waiting: DdpBucket | None = None
 ) -> torch.futures.Future[Tensor]:
-    """Average a bucket over all ranks, in place: a future of it. Offsets are counted in elements of the buffer.
-
-    One that waited for it travels along."""
+    """Average a bucket over all ranks, in place: a future of it. One that waited for it travels along."""
     if size_of(state.process_group, "compress_gradients") <= 1:
-        return uncompressed.average_alone(state, buffer, parameters, offsets, index == 0, last)
-    group = state.agree(state.process_group, buffer)
+        return uncompressed.average_alone(state, bucket)
+    group = state.agree(state.process_group, bucket.buffer)
     if state.idle:
-        return uncompressed.average_by_torch(state, buffer, index, last, plain_bytes_of([buffer], group))
-    handed = Handed(buffer, parameters, offsets, index, last)
-    joined = Joined([handed] if waiting is None else [waiting, handed])
+        return uncompressed.average_by_torch(state, bucket, plain_bytes_of([bucket.buffer], group))
+    joined = JoinedBuckets([bucket] if waiting is None else [waiting, bucket])
 
     def cut(all_exempt: bool) -> list[ChunkLayout]:
         return layout_of(state, joined.parameters, joined.offsets, joined.numel, group, all_exempt)
@@ -126,20 +118,17 @@ def average_bucket(
     with group.refusing("gradients"):
         reduction = state.prepare(joined.buffers, joined.index, plain_bytes_of(joined.buffers, group), cut, state.step)
         outcome = state.outcome_of(joined.index == 0)
-        residuals = state.residuals_of(reduction)
-        given = joined.buffers[0], reduction.layout, residuals, outcome, reduction.probe
-        bucket = HostBucket(*given, group) if isinstance(group, Mesh) else FlatBucket(*given)
-        bucket.exempt_in, bucket.also = reduction.exempt_in, joined.buffers[1:]
+        reduced = flat_bucket(reduction, joined.buffers, state.residuals_of(reduction), outcome, group)
         formed = _form(state, reduction, joined, group.size)
-        future = _start(state, group, reduction, bucket, joined, formed)
-    if last:
+        future = _start(state, group, reduction, reduced, joined, formed)
+    if joined.last:
         state.clock.handed_over()
         state.step += 1
     return future
 
 
-def _form(state: GradientCompression, reduction: Reduction, joined: Joined, ranks: int) -> FormedMomentum | None:
-    """What the gradients of buckets become before they travel, but for exempt ones: the momentum, where it is due."""
+def _form(state: GradientCompression, reduction: Reduction, joined: JoinedBuckets, ranks: int) -> FormedMomentum | None:
+    """How gradients that are not exempt become the momentum before they travel; None in steps that send gradients."""
     if state.momentum is None or not reduction.momentum:
         return None
     travelling = [
@@ -169,7 +158,7 @@ def _start(
     group: Group | Mesh,
     reduction: Reduction,
     bucket: Bucket,
-    joined: Joined,
+    joined: JoinedBuckets,
     formed: FormedMomentum | None,
 ) -> torch.futures.Future[Tensor]:
     index, last, outcome = joined.index, joined.last, bucket.outcome
@@ -190,7 +179,7 @@ def _start(
             group.give_up("gradients", outcome.error)
         if formed is not None and outcome.error is None:
             outcome.error = _error_of(formed.restore)
-        if last and outcome.error is not None and not outcome.told:
+        if last and outcome.error is not None and not outcome.raised_by_backward:
             raise outcome.error
         outcome.complete = last and outcome.error is None
         if outcome.complete:
@@ -214,7 +203,7 @@ def _error_of(work: Callable[[], None]) -> Exception | None:
 
 
 def _check(state: GradientCompression, bucket: dist.GradBucket) -> None:
-    _check_join(state.trainer(), state.momentum is not None, state.meetings is not None)
+    _check_join(state)
     if local_updates.is_alone(state):
         local_updates.begin(state)
     if state.momentum is not None:
@@ -228,22 +217,25 @@ def _check(state: GradientCompression, bucket: dist.GradBucket) -> None:
         )
 
 
-def _check_join(ddp: Any, momentum: bool, meetings: bool) -> None:
+def _check_join(state: GradientCompression) -> None:
     """Raise if a sum is to be divided by the number of ranks that have inputs left: DDP tells no hook how many have.
 
     A rank without inputs takes no optimizer step, so its momentum is not that of the others from then on.
     """
-    if momentum and ddp is not None and ddp._join_config.enable:
+    ddp: Any = state.trainer()
+    if ddp is None or not ddp._join_config.enable:
+        return
+    if state.momentum is not None:
         raise SpecError(
             "join() with momentum=: a rank whose inputs have ended takes no optimizer step, and would send a momentum "
             "of the past. Give every rank as many batches, or leave momentum= out."
         )
-    if meetings and ddp is not None and ddp._join_config.enable:
+    if state.meetings is not None:
         raise SpecError(
             "join() with sync_every=: a rank whose inputs have ended takes no step, and would never come to the next "
             "meeting. Give every rank as many batches, or leave sync_every= out."
         )
-    if ddp is not None and ddp._join_config.enable and not getattr(ddp, "_divide_by_initial_world_size", True):
+    if not getattr(ddp, "_divide_by_initial_world_size", True):
         raise SpecError(
             "join(divide_by_initial_world_size=False): compressed gradients are averaged over all ranks of the group, "
             "and DDP does not tell a communication hook how many have inputs left. Call model.join(), which divides by "

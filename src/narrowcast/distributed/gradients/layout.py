@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -219,6 +219,10 @@ class ChunkLayout:
     def padding_of(self, rank: int, owned: Tensor) -> list[Tensor]:
         """The same of the row that `rank` owns [columns]."""
         return [owned[span][section.owned(rank) :] for section, span in self._padded]
+
+
+Cut = Callable[[bool], list[ChunkLayout]]
+"""`cut(all_exempt)`: how a bucket is cut into chunks, as it is or with all of its parameters exempt."""
 
 
 def elements_at_once(ranks: int) -> int:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,14 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowcast.distributed.gradients.buckets import layout_of, plain_bytes_of
+from narrowcast.distributed.gradients.buckets import flat_bucket, layout_of, plain_bytes_of
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.error_feedback.outcome import Outcome, raise_at_the_end, share
+from narrowcast.distributed.gradients.error_feedback.outcome import Outcome, exchange_verdicts, raise_at_the_end
 from narrowcast.distributed.gradients.error_feedback.redistribution import added_to_average
-from narrowcast.distributed.gradients.hosted import HostBucket
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.meetings import PUT_OFF, Meetings, change_dtype, real
-from narrowcast.distributed.gradients.reduction import Bucket, FlatBucket, Reduction
+from narrowcast.distributed.gradients.reduction import Bucket, Reduction
 from narrowcast.distributed.meshes import size_of
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.group import Group
@@ -136,7 +136,7 @@ def _all_are_finite(state: GradientCompression, meetings: Meetings, group: Group
     outcome = state.outcome_of(first=False)
     try:
         with _awaited(state):
-            share(outcome, group.everyone if isinstance(group, Mesh) else group, state.step)
+            exchange_verdicts(outcome, group.everyone if isinstance(group, Mesh) else group, state.step)
     except Exception as error:  # on every rank: they try again in the next step
         outcome.error = error
         raise_at_the_end(outcome)
@@ -166,9 +166,18 @@ def _awaited(state: GradientCompression, counts_itself: bool = False) -> Iterato
 class Changes:
     """How far some parameters have moved since the last meeting, end to end; then the average of all ranks."""
 
-    names: list[str]
-    offsets: list[int]
+    numels: dict[str, int]
+    """The elements of each parameter, by its name."""
     buffer: Tensor
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each parameter begins."""
+        return [0, *accumulate(self.numels.values())][:-1]
+
+    def by_name(self) -> Iterator[tuple[str, Tensor]]:
+        """The part of the buffer that each parameter has."""
+        return zip(self.numels, self.buffer.split(list(self.numels.values())), strict=True)
 
 
 def meet(state: GradientCompression) -> None:
@@ -188,8 +197,8 @@ def meet(state: GradientCompression) -> None:
         else:
             _add_residuals(state, meetings, changes)
         for some in changes:
-            for name, offset in zip(some.names, some.offsets, strict=True):
-                meetings.move(name, some.buffer[offset : offset + real(meetings.parameters[name]).numel()])
+            for name, average in some.by_name():
+                meetings.move(name, average)
     meetings.over()
 
 
@@ -197,28 +206,37 @@ def _add_residuals(state: GradientCompression, meetings: Meetings, changes: Sequ
     """On one rank: residuals of several ranks, from before, are added once."""
     states = state.loaded_of_all()
     for some in changes if states else ():
-        for name, offset in zip(some.names, some.offsets, strict=True):
+        for name, change in some.by_name():
             residual = added_to_average(states, name)
             if residual is not None:
-                some.buffer[offset : offset + residual.numel()] += residual.to(some.buffer.device)
+                change += residual.to(change.device)
     state.forget()
 
 
 def _changes(meetings: Meetings) -> Iterator[Changes]:
-    by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[list[str], list[int], int]]] = {}
+    """In buckets of one dtype on one device."""
+    by_kind: dict[tuple[torch.device, torch.dtype], dict[str, int]] = {}
     for name, parameter in meetings.parameters.items():
-        buckets = by_kind.setdefault((parameter.device, change_dtype(parameter)), [([], [], 0)])
-        numel = real(parameter).numel()
-        if buckets[-1][2] and buckets[-1][2] + numel > BUCKET:
-            buckets.append(([], [], 0))
-        names, offsets, total = buckets[-1]
-        buckets[-1] = ([*names, name], [*offsets, total], total + numel)
-    for (device, dtype), buckets in by_kind.items():
-        for names, offsets, total in buckets:
-            buffer = torch.empty(total, dtype=dtype, device=device)
-            for name, offset in zip(names, offsets, strict=True):
-                meetings.write_change(name, buffer[offset : offset + real(meetings.parameters[name]).numel()])
-            yield Changes(names, offsets, buffer)
+        kind = parameter.device, change_dtype(parameter)
+        by_kind.setdefault(kind, {})[name] = real(parameter).numel()
+    for (device, dtype), all_numels in by_kind.items():
+        for numels in _in_buckets(all_numels):
+            changes = Changes(numels, torch.empty(sum(numels.values()), dtype=dtype, device=device))
+            for name, change in changes.by_name():
+                meetings.write_change(name, change)
+            yield changes
+
+
+def _in_buckets(all_numels: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The parameters in order, as many in each bucket as `BUCKET` elements allow."""
+    numels, total = dict[str, int](), 0
+    for name, numel in all_numels.items():
+        if total and total + numel > BUCKET:
+            yield numels
+            numels, total = {}, 0
+        numels[name] = numel
+        total += numel
+    yield numels
 
 
 def _average(state: GradientCompression, meetings: Meetings, changes: Sequence[Changes]) -> None:
@@ -267,7 +285,7 @@ def _prepared(
     index: int,
     outcome: Outcome,
 ) -> tuple[Reduction, Bucket]:
-    parameters = [meetings.parameters[name] for name in changes.names]
+    parameters = [meetings.parameters[name] for name in changes.numels]
     buffer = changes.buffer
 
     def cut(all_exempt: bool) -> list[ChunkLayout]:
@@ -275,5 +293,4 @@ def _prepared(
 
     # The codec is that of the step that the meeting follows.
     reduction = state.prepare([buffer], index, plain_bytes_of([buffer], group), cut, state.step - 1)
-    given = buffer, reduction.layout, state.residuals, outcome, reduction.probe
-    return reduction, HostBucket(*given, group) if isinstance(group, Mesh) else FlatBucket(*given)
+    return reduction, flat_bucket(reduction, [buffer], state.residuals, outcome, group)

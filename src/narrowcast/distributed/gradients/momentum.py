@@ -156,7 +156,7 @@ class Momentum:
             )
 
     def hand_over(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> FormedMomentum:
-        """What the gradients of these parameters, in a bucket, become; from here on `.grad` counts as the momentum."""
+        """How these gradients, views of a bucket, become the momentum. From here on `.grad` counts as the momentum."""
         for parameter in parameters:
             if parameter not in self.optimizer.state:
                 raise CollectiveError(

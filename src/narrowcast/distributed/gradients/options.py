@@ -22,7 +22,6 @@ FEEDBACK_WORDS: dict[Mode, str] = {
     False: "",
 }
 Exempt = Callable[[str, Tensor], bool] | str | Sequence[str] | None
-Schedule = Callable[[int], AnyCodec | None]
 
 
 def one_dimensional(name: str, parameter: Tensor) -> bool:
@@ -30,8 +29,8 @@ def one_dimensional(name: str, parameter: Tensor) -> bool:
     return parameter.dim() <= 1
 
 
-def numbers(parameter: Tensor) -> int:
-    """How many real numbers an element is: a complex one travels as two."""
+def reals_per_element(parameter: Tensor) -> int:
+    """A complex element travels as two real numbers."""
     return 2 if parameter.is_complex() else 1
 
 

@@ -7,7 +7,7 @@ import hashlib
 from torch import Tensor, nn
 
 from narrowcast.distributed.gradients.layout import is_worth_rows
-from narrowcast.distributed.gradients.options import Exempt, numbers, plain_name, rule_of
+from narrowcast.distributed.gradients.options import Exempt, plain_name, reals_per_element, rule_of
 
 
 class Parameters:
@@ -18,7 +18,7 @@ class Parameters:
         """Whether the names are the model's."""
         self.numels: dict[str, int] = {}
         self.shares: dict[str, int] = {}
-        """Of which this rank has residuals of a share: its elements."""
+        """Under FSDP2 by hosts: how many elements of each parameter this rank keeps residuals of."""
         self.exempts: dict[str, bool] = {}
         self._names: dict[int, str] = {}
         self._travels: dict[tuple[int, int], bool] = {}
@@ -53,5 +53,5 @@ class Parameters:
 
     def _add(self, name: str, parameter: Tensor) -> None:
         self._names[id(parameter)] = name
-        self.numels[name] = numbers(parameter) * parameter.numel()
+        self.numels[name] = reals_per_element(parameter) * parameter.numel()
         self.exempts[name] = bool(self._rule(name, parameter))

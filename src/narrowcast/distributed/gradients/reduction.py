@@ -31,10 +31,10 @@ from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.runs import Run, exempt_runs, runs_of
 from narrowcast.distributed.gradients.side_by_side import SideBySide
 from narrowcast.distributed.gradients.stats import BucketStats, Probe
-from narrowcast.distributed.protocols import two_stage
+from narrowcast.distributed.protocols import pipeline, two_stage
 from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.protocols.phases import Progress
-from narrowcast.distributed.protocols.pipeline import Chunk, Segment, reduce
+from narrowcast.distributed.protocols.pipeline import Chunk, Segment
 from narrowcast.distributed.transport.agreement import Call
 from narrowcast.distributed.transport.group import Group
 
@@ -92,7 +92,8 @@ class Bucket:
     def reduce(self, collective: Collective) -> None:
         """The protocol: reduce it over all ranks."""
         with self.residuals_of_step(self.layout):
-            reduce(collective, [self.chunk(collective, layout, index) for index, layout in enumerate(self.layout)])
+            chunks = [self.chunk(collective, layout, index) for index, layout in enumerate(self.layout)]
+            pipeline.reduce(collective, chunks)
 
     @contextlib.contextmanager
     def residuals_of_step(self, layout: Sequence[ChunkLayout]) -> Iterator[None]:
@@ -134,10 +135,10 @@ class GradientChunk(Chunk):
             torch.add(residual, gradient, out=target)
 
     def keep_residuals(self) -> None:
-        """The last step of a chunk: all that is left is there.
+        """The last step of a chunk, when its next residuals are written: clear those of padding, and keep the rest.
 
-        Not every codec gives zeros back for zeros. Residuals of padding are not saved: a run that is resumed would
-        differ from one that was not stopped."""
+        Not every codec decodes zeros to zeros, and state dicts do not hold residuals of padding: a run that is resumed
+        would differ from one that was not stopped."""
         if self.step.next_sender is not None:
             for view in self.layout.padding(self.step.next_sender):
                 view.zero_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -105,7 +105,8 @@ def check_fits(
     """Raise unless it is of this rank of as many, with the same feedback, and of a model with the same parameters."""
     for each in state.get("everyone", ()):
         check_fits(each, mode, None, numels)
-    check_world(residuals, state)
+    if residuals is not None:
+        check_holder(residuals.holder, state)
     if (state["sender"] or state["owner"]) and state["error_feedback"] != mode:
         raise StateDictError(
             f"state: holds residuals (error_feedback={state['error_feedback']!r}), and error_feedback is {mode!r} "
@@ -121,7 +122,7 @@ def check_fits(
 
 def _strange(state: Mapping[str, Any], numels: Mapping[str, int]) -> set[str]:
     """Parameters with a residual that the model does not have, or has in another size."""
-    sender, owner, holder = state["sender"], state["owner"], holder_of(state)
+    sender, owner, holder = state["sender"], state["owner"], Holder.of(state)
     strange = {name for name in (*sender, *owner) if name not in numels}
     for name in {*sender, *owner} - strange:
         sent, owned = _numels(name, numels[name], holder)
@@ -142,18 +143,8 @@ def _numels(name: str, numel: int, holder: Holder) -> tuple[int, int]:
     return section.numel, max(0, min(section.part, section.numel - holder.row * section.part))
 
 
-def holder_of(state: Mapping[str, Any]) -> Holder:
-    """Whose state it is. One from before hosts were known to narrowcast does not name any."""
-    return Holder(**{field.name: state.get(field.name, 0) for field in fields(Holder)})
-
-
-def check_world(residuals: Residuals | None, state: Mapping[str, Any]) -> None:
-    if residuals is not None:
-        check_holder(residuals.holder, state)
-
-
 def check_holder(here: Holder, state: Mapping[str, Any]) -> None:
-    there = holder_of(state)
+    there = Holder.of(state)
     if not there.ranks or there == here:
         return
     hosts = (
@@ -172,9 +163,10 @@ def check_holder(here: Holder, state: Mapping[str, Any]) -> None:
 
 def load_residuals(residuals: Residuals | None, state: Mapping[str, Any]) -> None:
     """Go on with the residuals of a state: of the same rank of as many, or of all ranks."""
-    if residuals is not None and "everyone" in state:
+    if residuals is None:
+        return
+    if "everyone" in state:
         state = redistributed(state["everyone"], residuals.holder)
-    check_world(residuals, state)
-    if residuals is not None:
-        names = {*state["sender"], *state["owner"]}
-        residuals.load({name: (state["sender"].get(name), state["owner"].get(name)) for name in names})
+    check_holder(residuals.holder, state)
+    names = {*state["sender"], *state["owner"]}
+    residuals.load({name: (state["sender"].get(name), state["owner"].get(name)) for name in names})

@@ -131,10 +131,10 @@ def measure_link(
     where = torch.device(device)
     members = members_of(group, "measure_link")
     ranks = group_for(members, where, purpose)
-    rows = ranks if mesh is None else mesh.between
+    between = ranks if mesh is None else mesh.between
     few = torch.zeros(FEW * ranks.size, dtype=torch.float32, device=where)
-    trips = timed(ranks, lambda: average(rows, few, as_codec("raw")), rounds=5, warm_up=True)
-    rate = _row_rate(ranks, rows)
+    trips = timed(ranks, lambda: average(between, few, as_codec("raw")), rounds=5, warm_up=True)
+    rate = _row_rate(ranks, between)
     hops = 2 * (ranks.size - 1)
     step = timed(ranks, lambda: dist.all_reduce(few, group=members), rounds=5, warm_up=True) / hops
     nbytes = min(int(rate * STREAM_S / 2), MOST_BYTES)

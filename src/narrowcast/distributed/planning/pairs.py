@@ -57,18 +57,18 @@ def measure_pairs(group: dist.ProcessGroup | None = None) -> Pairs:
     """Measure every pair of ranks of a group that carries tensors on the CPU; every rank gets the same matrices."""
     members = members_of(group, "measure_pairs")
     rank, size = dist.get_rank(members), members.size()
-    found = torch.zeros(2, size, size, dtype=torch.float64, device="cpu")
+    measured = torch.zeros(2, size, size, dtype=torch.float64, device="cpu")
     for turn in schedule(size):
         dist.barrier(members)
         for low, high in turn:
             if rank == low:
                 latency, there, back = _lead(members, high)
-                found[0, low, high], found[0, high, low] = there, back
-                found[1, low, high] = found[1, high, low] = latency
+                measured[0, low, high], measured[0, high, low] = there, back
+                measured[1, low, high] = measured[1, high, low] = latency
             elif rank == high:
                 _follow(members, low)
-    dist.all_reduce(found, group=members)
-    rates, latencies = found.tolist()
+    dist.all_reduce(measured, group=members)
+    rates, latencies = measured.tolist()
     return Pairs(rates, latencies)
 
 

@@ -178,26 +178,26 @@ def plan(
         group = None if group.size() == dist.get_world_size() else group.get_group(0)
     members = members_of(group, "plan")
     purpose = "gradients" if gradients else "collectives"
-    meeting = group_for(members, where, purpose)
-    given = candidates_for(dtype, error_feedback) if candidates is None else candidates
-    codecs = [as_codec(each) for each in given if each != NONE]
-    wanted = ",".join(codec.spec for codec in codecs)
-    about = f", codecs={wanted}, margin={margin}, error_feedback={error_feedback}, dtype={dtype}, buckets={[*buckets]}"
-    slowest(meeting, [0.0], about)  # all ranks ask for the same plan
-    meet_hosts(group, meeting)
-    found = ranks_in(group, where, purpose)
-    mesh = found if isinstance(found, Mesh) else None
-    rows, places = (meeting, 1) if mesh is None else (mesh.between, mesh.within.size)
+    everyone = group_for(members, where, purpose)
+    considered = candidates_for(dtype, error_feedback) if candidates is None else candidates
+    codecs = [as_codec(each) for each in considered if each != NONE]
+    specs = ",".join(codec.spec for codec in codecs)
+    about = f", codecs={specs}, margin={margin}, error_feedback={error_feedback}, dtype={dtype}, buckets={[*buckets]}"
+    slowest(everyone, [0.0], about)  # all ranks ask for the same plan
+    meet_hosts(group, everyone)
+    ranks = ranks_in(group, where, purpose)
+    mesh = ranks if isinstance(ranks, Mesh) else None
+    between, places = (everyone, 1) if mesh is None else (mesh.between, mesh.within.size)
     link = measure_link(members, where, dtype=dtype, purpose=purpose, mesh=mesh)
     probe = codecs[-1] if codecs else as_codec("int8")
-    speeds = measure_codecs(dict.fromkeys([*codecs, probe]), where, ranks=rows.size, group=meeting)
-    eager = 0 if meeting.nccl else EAGER
+    speeds = measure_codecs(dict.fromkeys([*codecs, probe]), where, ranks=between.size, group=everyone)
+    eager = 0 if everyone.nccl else EAGER
     largest = -(-max(buckets, default=1) // places)
-    link = _calibrated(link, meeting, rows, probe, speeds[probe.spec], largest, eager)
-    hosts = 1 if mesh is None else rows.size
+    link = _calibrated(link, everyone, between, probe, speeds[probe.spec], largest, eager)
+    hosts = 1 if mesh is None else between.size
     speeds = {codec.spec: speeds[codec.spec] for codec in codecs}
     options: dict[str, Any] = {"dtype": dtype, "gradients": gradients, "error_feedback": error_feedback}
-    return decide(buckets, meeting.size, link, speeds, margin=margin, eager=eager, hosts=hosts, **options)
+    return decide(buckets, everyone.size, link, speeds, margin=margin, eager=eager, hosts=hosts, **options)
 
 
 def choose_codec(

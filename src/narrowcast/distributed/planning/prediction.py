@@ -140,6 +140,3 @@ def _gradients_s(ranks: int, speed: CodecSpeed, feedback: Mode) -> float:
     if feedback is True:
         seconds += (1 - own) * (speed.decode_s + 2 * speed.add_s)
     return seconds
-
-
-# -- choosing ---------------------------------------------------------------------------------------------------------

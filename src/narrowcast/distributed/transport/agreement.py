@@ -70,8 +70,8 @@ class Call:
         return None if self.sizes is None else _key(self.op, self.codec, self.words, self.sizes)
 
 
-alike = functools.lru_cache(maxsize=1024)(Call)
-"""One `Call` for all that are alike, so that its key is made once."""
+remembered_call = functools.lru_cache(maxsize=1024)(Call)
+"""A `Call`; the same object for equal arguments, so that its key is computed once."""
 
 
 class Header:

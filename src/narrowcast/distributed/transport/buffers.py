@@ -19,7 +19,7 @@ class Buffers:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
         self.version = 0
-        """Another one when memory that was taken before is no longer what the next `take` gives."""
+        """Changes when `take` gives other memory than before: views of the old one are to be made anew."""
 
     def take(self, name: str, nbytes: int, device: torch.device, *, pinned: bool = False) -> Tensor:
         """`nbytes` of uninitialised memory. The same name shares its memory."""
@@ -34,7 +34,7 @@ class Buffers:
         return buffer[:nbytes]
 
     def trim(self) -> bool:
-        """Give buffers back where they are large; whether they were."""
+        """Give all buffers back if they are large together; returns whether they were."""
         large = sum(buffer.numel() for buffer in self._buffers.values()) > KEEP
         if large:
             self.clear()

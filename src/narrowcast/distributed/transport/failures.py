@@ -84,7 +84,7 @@ class Failure:
         return cls(**json.loads(data))
 
     def covers(self, tag: int, number: int) -> bool:
-        """Whether a call had been made by then that failed, or was given up with one."""
+        """Whether call `number` of a tag is the one that failed, or one before it, which was given up with it."""
         return tag == self.tag and number <= self.number
 
     def error(self, op: str, timeout: timedelta) -> CollectiveError:

@@ -83,7 +83,7 @@ class Lane:
         *,
         here: bool = False,
     ) -> Work | None:
-        """Do a job on these tensors in its turn: a `Work` at once where it is asynchronous, else when it is done."""
+        """Do a job on these tensors in its turn. Asynchronous: returns a `Work` at once; else None, when it is done."""
         if self._device.type == "cuda":
             if here and at_once and not async_op:
                 self._run_on_callers_stream(op, job)

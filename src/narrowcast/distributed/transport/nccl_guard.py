@@ -52,7 +52,7 @@ class Guard:
         self._device, self._peers, self._timeout = device, peers, timeout
         self._look, self._give_up = look, give_up
         self._calls = self._asked = 0
-        """The calls so far, and those up to the event that is waited for."""
+        """How many calls were made, and how many of them come before the event that is waited for."""
         self._newest: torch.cuda.Event | None = None
         self._event: torch.cuda.Event | None = None
         self._lock = threading.Lock()

@@ -45,7 +45,7 @@ def encode(out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
     code_size = max(format.bits // 8, 1)
     source = {"x": x, "x_stride": stride}
     first = second = x
-    made = Launches(recipe)
+    recorded = Launches(recipe)
     with on(x.device):
         if tiles.chunked:
             first, second = _measure(source, recipe, numel, count, tiles, tile)
@@ -67,9 +67,9 @@ def encode(out: Tensor, rows: Tensor, recipe: Recipe, seed: int) -> None:
                 **encoding(recipe, seed, x),
                 **options(tiles, tile),
             }
-            made.launch(kernels.encode_kernel, launch["tiles"] * count, arguments, _views(_ENCODE_VIEWS, recipe))
+            recorded.launch(kernels.encode_kernel, launch["tiles"] * count, arguments, _views(_ENCODE_VIEWS, recipe))
     if not tiles.chunked and not format.stochastic:
-        remember(key, made)
+        remember(key, recorded)
 
 
 def _measure(
@@ -123,7 +123,7 @@ def decode(
         return
     tile = tile_for("decode", format)
     tiles = cut(format, numel, tile.elements, cuts.ONE_PASS)
-    made = Launches(recipe)
+    recorded = Launches(recipe)
     with on(data.device):
         for launch in launches(tiles):
             arguments = {
@@ -139,8 +139,8 @@ def decode(
                 **summing(data, stride, recipe, tiles, own, *how),
                 **options(tiles, tile),
             }
-            made.launch(kernels.decode_kernel, launch["tiles"] * count, arguments, _views(_DECODE_VIEWS, recipe))
-    remember(key, made)
+            recorded.launch(kernels.decode_kernel, launch["tiles"] * count, arguments, _views(_DECODE_VIEWS, recipe))
+    remember(key, recorded)
 
 
 def decode_sum_encode(
@@ -166,7 +166,7 @@ def decode_sum_encode(
     key = ("decode_sum_encode", numel, stride, *how, own is data, *kind(recipe, data.device, out, data, own))
     if repeated(key, data.device, {"out": out.data_ptr(), "data": data.data_ptr(), "own": own.data_ptr()}):
         return True
-    made = Launches(recipe)
+    recorded = Launches(recipe)
     with on(data.device):
         for launch in launches(tiles):
             # A word at a row's end would overwrite what follows the codes.
@@ -187,9 +187,9 @@ def decode_sum_encode(
                 **ends(format, numel),
                 **options(tiles, tile),
             }
-            made.launch(kernels.decode_sum_encode_kernel, launch["tiles"], arguments, _views(_SUM_VIEWS, recipe))
+            recorded.launch(kernels.decode_sum_encode_kernel, launch["tiles"], arguments, _views(_SUM_VIEWS, recipe))
     if not format.stochastic:
-        remember(key, made)
+        remember(key, recorded)
     return True
 
 

@@ -50,7 +50,7 @@ def read_batches(data: object) -> list[Any]:
 
 
 def _check(batch: Any, number: int) -> None:
-    tensors = list(_tensors(batch))
+    tensors = list(tensors_in(batch))
     if not tensors:
         raise CalibrationError(
             f"data: batch {number} holds no tensor, it is a {type(batch).__name__}. A batch is what the model takes: a "
@@ -64,15 +64,16 @@ def _check(batch: Any, number: int) -> None:
             raise CalibrationError(f"data: batch {number} holds an infinity or a NaN. {UNCHANGED}")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, or of a model's output."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def run_batch(model: nn.Module, batch: Any) -> Any:
@@ -98,8 +99,6 @@ def move(value: Any, device: torch.device) -> Any:
     """Every tensor of a batch on a device."""
     if isinstance(value, Tensor):
         return value.to(device)
-    if isinstance(value, Mapping) and type(value) in (dict,):
-        return {key: move(item, device) for key, item in value.items()}
     if isinstance(value, Mapping):
         return {key: move(value[key], device) for key in value}
     if type(value) in (tuple, list):

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from narrowcast.codecs import Codec
-from narrowcast.codecs.grid import Grid
 from narrowcast.codecs.payload import EncodedRows
+from narrowcast.codecs.row_scales import RowScales
 from narrowcast.errors import CalibrationError, SpecError
 from narrowcast.nn.rounding.moments import InputMoments, Inputs
 from narrowcast.nn.rounding.polish import polish
@@ -112,9 +112,9 @@ class GPTQ:
     def _compensated(self, weight: Tensor, codec: Codec, metric: Metric) -> list[Tensor]:
         """Rows with searched scales, and rows whose later columns make up for the earlier ones."""
         searched = codec.encode_searched(weight, metric.importance)
-        grid = Grid.of(codec, codec.split(searched, weight.shape[1]))
+        row_scales = RowScales.of(codec, codec.split(searched, weight.shape[1]))
         dynamic = not self.act_order and codec.block not in (None, "row")
-        columns = _Columns(weight[:, metric.order], metric.upper, grid, metric.order)
+        columns = _Columns(weight[:, metric.order], metric.upper, row_scales, metric.order)
         rows = columns.round(metric.importance if dynamic else None)
         return [searched, rows, polish(weight, codec, rows, metric.damped)]
 
@@ -156,39 +156,40 @@ def _best(candidates: Sequence[Tensor], codec: Codec, weight: Tensor, finite: Te
 class _Columns:
     """The weights [outputs, k] of a layer in the order in which their columns are rounded."""
 
-    def __init__(self, weight: Tensor, upper: Tensor, grid: Grid, order: Tensor) -> None:
-        self.weight, self.upper, self.grid, self.order = weight, upper, grid, order
+    def __init__(self, weight: Tensor, upper: Tensor, row_scales: RowScales, order: Tensor) -> None:
+        self.weight, self.upper, self.row_scales, self.order = weight, upper, row_scales, order
         self.codes = torch.zeros(weight.shape, dtype=torch.int64, device=weight.device)
-        if grid.scales is not None:
-            self.scales = grid.scales.clone()
-            self.zero_points = None if grid.zero_points is None else grid.zero_points.clone()
-            self.grid = grid._replace(scales=self.scales, zero_points=self.zero_points)
+        if row_scales.scales is not None:  # a search of blocks writes into these
+            zero_points = None if row_scales.zero_points is None else row_scales.zero_points.clone()
+            self.row_scales = row_scales._replace(scales=row_scales.scales.clone(), zero_points=zero_points)
 
     def round(self, importance: Tensor | None) -> Tensor:
         """Rows of bytes. With `importance`, the scales of a block are searched when its first column comes up."""
         k, first = self.weight.shape[1], 0
-        block = k if importance is None else int(self.grid.codec.block or k)
+        block = k if importance is None else int(self.row_scales.codec.block or k)
         while first < k:
             last = min(first + COLUMNS, first - first % block + block, k)
             if importance is not None and first % block == 0:
                 self._search_block(first, min(first + block, k), importance)
             here = slice(first, last)
             part = self.weight[:, here].contiguous()
-            codes, errors = self.grid.round_columns(part, self.upper[here, here], self.order[here])
+            codes, errors = self.row_scales.round_columns(part, self.upper[here, here], self.order[here])
             self.codes[:, self.order[here]] = codes
             self.weight[:, last:] -= errors @ self.upper[here, last:]
             first = last
-        return self.grid.join(self.codes)
+        return self.row_scales.join(self.codes)
 
     def _search_block(self, first: int, last: int, importance: Tensor) -> None:
         """Choose the scales of the block of these columns, for its weights as they are by now."""
-        codec, values = self.grid.codec, self.weight[:, first:last]
+        codec, values = self.row_scales.codec, self.weight[:, first:last]
         fields = codec.split(codec.encode_searched(values, importance[first:last].contiguous()), last - first)
+        scales, zero_points = self.row_scales.scales, self.row_scales.zero_points
+        assert scales is not None
         assert fields.scales is not None
         block = first // int(codec.block or 1)
-        self.scales[:, block] = fields.scales[:, 0]
-        if self.zero_points is not None and fields.zero_points is not None:
-            self.zero_points[:, block] = fields.zero_points[:, 0]
+        scales[:, block] = fields.scales[:, 0]
+        if zero_points is not None and fields.zero_points is not None:
+            zero_points[:, block] = fields.zero_points[:, 0]
 
 
 def factor_of_inverse(moments: Tensor, damping: float) -> Tensor:

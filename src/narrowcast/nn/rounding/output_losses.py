@@ -11,14 +11,14 @@ independent, and gradients are those of the float model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import CalibrationError
-from narrowcast.nn.rounding.batches import UNCHANGED, evaluating, padding_mask, read_batches
+from narrowcast.nn.rounding.batches import UNCHANGED, evaluating, padding_mask, read_batches, tensors_in
 from narrowcast.nn.rounding.passes import run_up_to
 from narrowcast.nn.survey import survey
 
@@ -65,13 +65,13 @@ def _add_batch(
 ) -> float:
     """Add the squared gradients of one batch. Returns its squared output."""
     mask = padding_mask(batch)
-    outputs = [_without_padding(some, mask) for some in _floats_in(run_up_to(model, batch, number))]
-    outputs = [output for output in outputs if output.requires_grad]
+    given = [output for output in tensors_in(run_up_to(model, batch, number)) if output.is_floating_point()]
+    outputs = [output for output in (_without_padding(each, mask) for each in given) if output.requires_grad]
     for probe in range(PROBES if outputs else 0):
         signs = [_random_signs(output, draws) for output in outputs]
         last = probe == PROBES - 1
-        found = torch.autograd.grad(outputs, parameters, signs, retain_graph=not last, allow_unused=True)
-        for place, gradient in enumerate(found):
+        gradients = torch.autograd.grad(outputs, parameters, signs, retain_graph=not last, allow_unused=True)
+        for place, gradient in enumerate(gradients):
             squares[place] += 0.0 if gradient is None else float(gradient.detach().double().square().sum())
     return sum(float(output.detach().double().square().sum()) for output in outputs)
 
@@ -85,16 +85,3 @@ def _without_padding(output: Tensor, mask: Tensor | None) -> Tensor:
 def _random_signs(like: Tensor, draws: torch.Generator) -> Tensor:
     signs = torch.randint(2, like.shape, generator=draws, dtype=torch.int8, device="cpu")
     return (2 * signs - 1).to(like)
-
-
-def _floats_in(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors of a model's output."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _floats_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _floats_in(item)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.codecs import Codec
-from narrowcast.codecs.grid import Grid
+from narrowcast.codecs.row_scales import RowScales
 from narrowcast.kernels.layout import layout
 
 COLUMNS = 128
@@ -64,7 +64,7 @@ def _fit_some_scales(weight: Tensor, codec: Codec, rows: Tensor, moments: Tensor
     diagonal = system.diagonal(dim1=1, dim2=2)
     diagonal += 1e-6 * diagonal.mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny  # a block of zeros has none
     scales, _ = torch.linalg.solve_ex(system, wanted)
-    fitted = Grid.of(codec, fields).with_scales(scales)
+    fitted = RowScales.of(codec, fields).with_scales(scales)
     return _better(weight, codec, rows, fitted.join(fields.codes), moments)
 
 
@@ -72,7 +72,7 @@ def _choose_codes(weight: Tensor, codec: Codec, rows: Tensor, moments: Tensor) -
     """Rows with the same scales, in which each code is the best one given the others."""
     k = weight.shape[1]
     fields = codec.split(rows, k)
-    grid, codes = Grid.of(codec, fields), fields.codes.long()
+    row_scales, codes = RowScales.of(codec, fields), fields.codes.long()
     columns = torch.arange(k, dtype=torch.int64, device=weight.device)
     values = codec.decode(rows, k)
     slope = (values - weight) @ moments
@@ -80,9 +80,9 @@ def _choose_codes(weight: Tensor, codec: Codec, rows: Tensor, moments: Tensor) -
         for first in range(0, k, COLUMNS):
             last = min(first + COLUMNS, k)
             here = slice(first, last)
-            codes[:, here], changes = grid.choose_columns(
+            codes[:, here], changes = row_scales.choose_columns(
                 values[:, here], slope[:, here], moments[here, here], columns[here]
             )
             slope[:, :first] += changes @ moments[here, :first]
             slope[:, last:] += changes @ moments[here, last:]
-    return grid.join(codes)
+    return row_scales.join(codes)

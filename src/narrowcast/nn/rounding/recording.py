@@ -155,31 +155,27 @@ class _WatchExperts(TorchFunctionMode):
             watch(self, args[0], args[1], kwargs)
         return func(*args, **kwargs)
 
-    def find(self, weight: Tensor, input_last: bool) -> tuple[InputMoments, int] | None:
-        """The moments and the expert that a matrix belongs to, if its inputs lie along the dimension they should."""
+    def count(self, x: Tensor, weight: Tensor, input_last: bool) -> bool:
+        """Count the inputs of a matrix, if it is an expert's and its inputs lie along this dimension; whether it is."""
         moments = self.experts.get(weight.untyped_storage().data_ptr())
         if moments is None or weight.dim() != 2 or not weight.is_floating_point():
-            return None
+            return False
         inside = weight.stride(-1) if input_last else weight.stride(-2)
         per_expert = weight.shape[0] * weight.shape[1]
         if inside != 1 or weight.storage_offset() % per_expert:
-            return None
-        return moments, weight.storage_offset() // per_expert
+            return False
+        moments.add_to_group(weight.storage_offset() // per_expert, x)
+        return True
 
     def linear(self, x: Tensor, weight: Tensor, kwargs: Mapping[str, Any]) -> None:
-        found = self.find(weight, input_last=True)
-        if found is not None:
-            found[0].add_to_group(found[1], x)
+        self.count(x, weight, input_last=True)
 
     def matmul(self, x: Tensor, weight: Tensor, kwargs: Mapping[str, Any]) -> None:
-        found = self.find(weight, input_last=False) if weight.dim() == 2 else None
-        if found is not None:
-            found[0].add_to_group(found[1], x)
-        elif weight.dim() == 3 and x.dim() == 3:
+        if weight.dim() != 3:
+            self.count(x, weight, input_last=False)
+        elif x.dim() == 3 and weight.untyped_storage().data_ptr() in self.experts:
             for expert, part in enumerate(weight):
-                found = self.find(part, input_last=False)
-                if found is not None:
-                    found[0].add_to_group(found[1], x[expert if len(x) > 1 else 0])
+                self.count(x[expert if len(x) > 1 else 0], part, input_last=False)
 
     def grouped(self, x: Tensor, weight: Tensor, kwargs: Mapping[str, Any]) -> None:
         offsets = kwargs.get("offs")
@@ -187,9 +183,8 @@ class _WatchExperts(TorchFunctionMode):
             return
         start = 0
         for part, end in zip(weight, offsets.tolist(), strict=True):
-            found = self.find(part, input_last=False)
-            if found is not None and end > start:
-                found[0].add_to_group(found[1], x[start:end])
+            if end > start:
+                self.count(x[start:end], part, input_last=False)
             start = max(start, end)
 
 

@@ -75,12 +75,12 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func.__name__ == "__get__":  # its shape, its dtype
             return func(*args, **kwargs)
-        found = [self._calls[id(value)][1] for value in _flat([*args, *kwargs.values()]) if id(value) in self._calls]
-        if found and func is F.dropout:
+        followed = [self._calls[id(value)][1] for value in _flat([*args, *kwargs.values()]) if id(value) in self._calls]
+        if followed and func is F.dropout:
             result = func(*args, **kwargs)
-            self.follow(result, found[0])
+            self.follow(result, followed[0])
             return result
-        for call in found:
+        for call in followed:
             call.uses += 1
             call.added = _other_term(call, func, args, kwargs, self._calls) if call.uses == 1 else None
         return func(*args, **kwargs)

@@ -137,13 +137,13 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _digest(parts: Iterable[Any]) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         if not isinstance(part, Tensor):
-            found.update(f"{part}\n".encode())
+            digest.update(f"{part}\n".encode())
             continue
-        found.update(f"{part.dtype} {tuple(part.shape)}\n".encode())
+        digest.update(f"{part.dtype} {tuple(part.shape)}\n".encode())
         if part.device.type != "meta" and part.numel():
             plain = part.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            found.update(plain.numpy().data)
-    return found.hexdigest()
+            digest.update(plain.numpy().data)
+    return digest.hexdigest()

@@ -40,10 +40,15 @@ to, where that is not the weight itself."""
 
 
 class Stack(NamedTuple):
-    """Blocks that run one after the other, and the hidden states that enter them in the unrounded model."""
+    """Blocks, and the states that enter them in the unrounded model: none where blocks do not simply chain."""
 
     blocks: list[nn.Module]
     exact: list[Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, blocks: list[nn.Module], batches: Sequence[Any]) -> Stack:
+        captured = _capture(model, blocks, batches)
+        return cls(blocks, [] if captured is None else captured[0])
 
 
 class Call(NamedTuple):
@@ -60,13 +65,11 @@ def round_in_order(
 
     What is `finished` has rows already, which `round_weight` puts into the model: its moments are not recorded.
     """
-    found = find_stacks(model, weights)
-    inside = {weight.slots[0].key for blocks in found for block in blocks for weight in _of_block(block, weights)}
-    captures = [_capture(model, blocks, batches) for blocks in found]
-    stacks = [Stack(blocks, [] if none is None else none[0]) for blocks, none in zip(found, captures, strict=True)]
-    del captures
+    stacks = [Stack.of(model, blocks, batches) for blocks in find_stacks(model, weights)]
+    blocks = [block for stack in stacks for block in stack.blocks]
+    inside = {weight.slots[0].key for block in blocks for weight in _of_block(block, weights)}
     rest = [weight for weight in weights if weight.slots[0].key not in inside]  # some are tied between blocks
-    first = stacks[0].blocks[0] if stacks else None
+    first = blocks[0] if blocks else None
     runs = [partial(run_up_to, model, batch, number, stop_at=first) for number, batch in enumerate(batches)]
     round_added_tables(rest, runs, round_weight)
     for weight in [weight for weight in rest if why_no_moments(weight)]:
@@ -139,14 +142,13 @@ def _round_on_model(work: _Work, weights: Sequence[Weight]) -> None:
 
 
 def _round_stack(work: _Work, stack: Stack, weights: Sequence[Weight]) -> None:
-    model, batches = work.model, work.batches
-    captured = _capture(model, stack.blocks, batches)
+    captured = _capture(work.model, stack.blocks, work.batches)
     if captured is None:
         for block in stack.blocks:
             _round_on_model(work, _of_block(block, weights))
         return
     states, calls = captured
-    device, masks = device_of(model), [padding_mask(batch) for batch in batches]
+    device, masks = device_of(work.model), [padding_mask(batch) for batch in work.batches]
     for place, block in enumerate(stack.blocks):
         run = _Block(block, states, stack.exact, calls[place], device)
         run.masks = masks

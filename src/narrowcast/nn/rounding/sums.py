@@ -106,12 +106,12 @@ def added_tables(tables: Sequence[Weight], sums: Sequence[Lookups]) -> list[list
     """The tables whose rows are only ever added to each other's, two or more, those with the fewest rows first."""
     kinds = Counter(frozenset(lookups) for lookups in sums)
     alone = {key for key in (table.slots[0].key for table in tables) if sum(key in kind for kind in kinds) == 1}
-    found = []
+    groups = []
     for kind in kinds:
         members = [table for table in tables if table.slots[0].key in kind & alone]
         if len(kind) > 1 and len(members) == len(kind):
-            found.append(sorted(members, key=lambda table: table.slots[0].float_weight().shape[0]))
-    return found
+            groups.append(sorted(members, key=lambda table: table.slots[0].float_weight().shape[0]))
+    return groups
 
 
 def round_added(

@@ -5,7 +5,7 @@ sent does not count, so neither do the residuals that it leaves: those from befo
 backward breaks off, is not applied either.
 
 Under DDP all ranks hold the same results, and each comes to the same verdict by itself. Under FSDP2 a rank sees its own
-shards, so ranks tell each other (`share`): sixteen bytes, once in a backward.
+shards, so ranks tell each other (`exchange_verdicts`): sixteen bytes, once in a backward.
 
 A number that is not finite is noted as NaN, all others as zero (x - x), so that verdicts are added up, wherever they
 are. On CUDA they come to the host by themselves, and are waited for when the next step begins: no step waits for one.
@@ -40,8 +40,8 @@ class Outcome:
         """Whether all of its buckets have been reduced."""
         self.error: BaseException | None = None
         """Why one of them could not be."""
-        self.told = False
-        """Whether backward() raises it by itself."""
+        self.raised_by_backward = False
+        """Whether backward() raises it, once DDP has all buckets (`raise_at_the_end`)."""
         self._verdicts: list[Tensor] = []
         """Zero or NaN, where the gradients are."""
         self._arriving: list[tuple[Tensor, torch.cuda.Event]] = []
@@ -100,10 +100,10 @@ def raise_at_the_end(outcome: Outcome) -> None:
     engine: Any = torch.autograd.Variable._execution_engine
     with contextlib.suppress(RuntimeError):  # there is no backward, but a hook that is called by hand
         engine.queue_callback(lambda: engine.queue_callback(after_ddp))
-        outcome.told = True
+        outcome.raised_by_backward = True
 
 
-def share(outcome: Outcome, group: Group, step: int) -> None:
+def exchange_verdicts(outcome: Outcome, group: Group, step: int) -> None:
     """Add the verdicts of all ranks of a group to that of this rank."""
     mine = outcome.verdict(group.device)
     call = Call("gradients, finite or not", as_codec("raw"), f"step={step}")

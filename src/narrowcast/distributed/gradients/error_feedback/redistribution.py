@@ -91,7 +91,7 @@ def _together(name: str, numel: int, states: Sequence[State]) -> tuple[Tensor | 
     owners = torch.zeros(numel, dtype=torch.float32, device="cpu")
     senders = torch.zeros_like(owners) if any(name in state["sender"] for state in states) else None
     for state in states:
-        span = _span(numel, _holder(state))
+        span = _span(numel, Holder.of(state))
         if name in state["owner"]:
             owners[span.owned] = state["owner"][name].cpu()
         if senders is not None and name in state["sender"]:
@@ -99,13 +99,9 @@ def _together(name: str, numel: int, states: Sequence[State]) -> tuple[Tensor | 
     return senders, owners
 
 
-def _holder(state: State) -> Holder:
-    return Holder(**{field: state.get(field, 0) for field in asdict(Holder(0, 0))})
-
-
 def _check_all(states: Sequence[State]) -> None:
     """Raise unless these are the states of all ranks of one run, at one step."""
-    holders = [_holder(state) if isinstance(state, Mapping) else Holder(-1, -1) for state in states]
+    holders = [Holder.of(state) if isinstance(state, Mapping) else Holder(-1, -1) for state in states]
     ranks = holders[0].ranks if holders else 0
     if holders and all(holder == Holder(0, 0) for holder in holders):
         return  # there are no residuals: nothing has been compressed yet

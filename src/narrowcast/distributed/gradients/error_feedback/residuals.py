@@ -8,8 +8,9 @@ count from the next step on, if the step is applied.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ class Holder:
     sharded: bool = False
     """Whether a place has shards of parameters to begin with: a parameter is then what it has of it."""
 
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Holder:
+        """Whose state it is. One from before hosts were known to narrowcast does not name any."""
+        return cls(**{field.name: state.get(field.name, 0) for field in fields(cls)})
+
     @property
     def row(self) -> int:
         """Its number among those that reduce together."""
@@ -70,7 +76,7 @@ class Residuals:
         self.owners = owners
         self.holder = holder
         self.codec: Codec | None = None
-        """What they are held in; None: fp32."""
+        """What they are held in; None: fp32. Set before the first one."""
         self._row = holder.row
         self._chunks: dict[ChunkLayout, HeldInFloats] = {}
         self._places: dict[tuple[str, int], tuple[ChunkLayout, Section, slice, HeldInFloats]] = {}
@@ -80,11 +86,6 @@ class Residuals:
         self._outcome: Outcome | None = None
         self._reduced: set[HeldInFloats] = set()
         """Those whose next residuals the step under way has written."""
-
-    def held_in(self, codec: Codec | None) -> Residuals:
-        """The same, held in a codec from the first one on."""
-        self.codec = codec
-        return self
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -200,15 +201,16 @@ class Residuals:
         if owner is not None and loaded_owner is not None:
             count = section.owned(self._row)
             owner[span][:count].copy_(loaded_owner[section.start : section.start + count])
-        if all((section.name, other.start) in self._places for other in _others(section)):
+        others = (other for other in section.all() if other.start != section.start)
+        if all((section.name, other.start) in self._places for other in others):
             del self._loaded[section.name]
 
     def _gather(self, name: str, like: Section, floats_of: FloatsOf) -> tuple[Tensor | None, Tensor | None]:
-        """All of a parameter's residuals, of which one section is known."""
+        """All of a parameter's residuals; `like` is one of its sections."""
         sender = _zeros((like.numel,)) if self.mode is True else None
         owned = max(0, min(like.part, like.numel - self._row * like.part))
         owner = _zeros((owned,)) if self.owners else None
-        for section in (like, *_others(like)):
+        for section in like.all():
             _, _, span, residuals = self._places[name, section.start]
             held_sender, held_owner = floats_of(residuals)
             if sender is not None and held_sender is not None:
@@ -230,7 +232,3 @@ def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
 
 def _zeros(shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=device)
-
-
-def _others(section: Section) -> list[Section]:
-    return [other for other in section.all() if other.start != section.start]

@@ -5,8 +5,8 @@ its ranks, its parameters with their names and the size of a rank's share, and w
 backward pass: the flat buffer that goes to a reduce-scatter holds these only, and does not say which they are. torch
 offers a way to replace the collectives (`set_custom_reduce_scatter`), but none to ask for the rest.
 
-Known are torch 2.11 to 2.13. A torch in which something is not where it was raises `CollectiveError` when compression
-is asked for, not in the middle of a step.
+A torch in which something is not where it was in the `KNOWN` ones raises `CollectiveError` when compression is asked
+for, not in the middle of a step.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from narrowcast.distributed.entry import uncompiled
 from narrowcast.distributed.gradients.options import plain_name
 from narrowcast.errors import CollectiveError, ModelKindError
 
+KNOWN = "2.11 to 2.13"
+"""The versions of torch whose FSDP2 this file knows."""
+
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 except ImportError as error:  # pragma: no cover (a torch to come)
     raise CollectiveError(
         f"torch {torch.__version__} keeps the interfaces of FSDP2's collectives elsewhere, and this narrowcast knows "
-        f"torch 2.11 to 2.13: {error}. Update narrowcast, or use one of these."
+        f"torch {KNOWN}: {error}. Update narrowcast, or use one of these."
     ) from error
 
 __all__ = ["AllGather", "ParameterGroup", "ReduceScatter", "groups_of"]
@@ -126,8 +129,8 @@ class ParameterGroup:
                 return which
         raise CollectiveError(
             f"torch {torch.__version__} reduces {columns} elements a rank for {', '.join(self.names[:3])}..., and "
-            f"parameters with a gradient have {sum(parts[i] for i in self._noted)}. This narrowcast knows torch 2.11 "
-            "to 2.13: update narrowcast, or use one of these."
+            f"parameters with a gradient have {sum(parts[i] for i in self._noted)}. This narrowcast knows torch "
+            f"{KNOWN}: update narrowcast, or use one of these."
         )
 
     @property
@@ -227,13 +230,12 @@ def _inside(module: FSDPModule) -> list[Any]:
 
 def _check(module: FSDPModule, inner: Any) -> None:
     lacks = [name for name in _GROUP if not hasattr(inner, name)]
-    if isinstance(module, FSDPModule):
-        context: Any = getattr(module._get_fsdp_state(), "_state_ctx", None)
-        lacks += [name for name in ("post_backward_final_callback_queued",) if not hasattr(context, name)]
+    context: Any = getattr(module._get_fsdp_state(), "_state_ctx", None)
+    lacks += [name for name in ("post_backward_final_callback_queued",) if not hasattr(context, name)]
     lacks += [name for p in inner.fsdp_params[:1] for name in _PARAMETER if not hasattr(p, name)]
     if lacks:
         raise CollectiveError(
-            f"torch {torch.__version__} arranges FSDP2 in another way than 2.11 to 2.13, which this narrowcast knows: "
+            f"torch {torch.__version__} arranges FSDP2 in another way than {KNOWN}, which this narrowcast knows: "
             f"there is no {', '.join(lacks)}. Update narrowcast, or use one of these."
         )
     if not hasattr(inner.mesh_info, "shard_process_group"):

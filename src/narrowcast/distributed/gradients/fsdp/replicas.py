@@ -13,7 +13,6 @@ from torch import Tensor
 
 from narrowcast.distributed import arguments
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals
 from narrowcast.distributed.gradients.fsdp.groups import ParameterGroup
 from narrowcast.distributed.gradients.fsdp.steps import Steps
@@ -33,43 +32,28 @@ class ReplicaReduce:
 
     def __call__(self, shard: Tensor) -> None:
         """Sum or average `shard` over all replicas, in place."""
-        state, members = self._state, self._parameters.replicas
+        state, parameters, members = self._state, self._parameters, self._parameters.replicas
         assert members is not None
-        step, outcome = self._steps.step_of(self._parameters)
+        step, outcome = self._steps.step_of(parameters)
         ranks = members.size()
+        divisor = ranks if parameters.averages else 1
         plain_bytes = 2 * arguments.nbytes(shard) * (ranks - 1) // ranks
         if state.idle:
-            state.count_idle(self._parameters.index, shard.numel(), plain_bytes)
+            state.count_idle(parameters.index, shard.numel(), plain_bytes)
             dist.all_reduce(shard, group=members)
-            shard.div_(ranks if self._parameters.averages else 1)
+            shard.div_(divisor)
             return
         group = state.agree(members, shard)
         assert isinstance(group, Group)
         with group.refusing("gradients"):
-            self._start(group, shard, plain_bytes, step, outcome)
+            which = tuple(parameters.with_gradients(shard.numel()))
 
-    def _start(self, group: Group, shard: Tensor, plain_bytes: int, step: int, outcome: Outcome) -> None:
-        state, parameters = self._state, self._parameters
-        which = tuple(parameters.with_gradients(shard.numel()))
+            def cut(all_exempt: bool) -> list[ChunkLayout]:
+                return self._layout(which, shard.numel(), group, all_exempt)
 
-        def cut(all_exempt: bool) -> list[ChunkLayout]:
-            return self._layout(which, shard.numel(), group, all_exempt)
-
-        reduction = state.prepare([shard], parameters.index, plain_bytes, cut, step)
-        divisor = group.size if parameters.averages else 1
-        bucket = FlatBucket(shard, reduction.layout, state.residuals, outcome, reduction.probe, divisor)
-
-        def job() -> list[Tensor]:
-            try:
-                state.reduce(group, reduction, bucket, f"group {parameters.index}")
-            except BaseException as error:
-                self._steps.tell_of(error, group)
-                raise
-            return [shard]
-
-        if state.residuals is not None:
-            self._steps.tell_at_the_end(parameters)
-        group.lane.start("gradients", job, [shard], async_op=False)
+            reduction = state.prepare([shard], parameters.index, plain_bytes, cut, step)
+            bucket = FlatBucket(shard, reduction.layout, state.residuals, outcome, reduction.probe, divisor)
+            self._steps.reduce(parameters, group, reduction, bucket, [shard])
 
     def _layout(self, which: tuple[int, ...], total: int, group: Group, all_exempt: bool) -> list[ChunkLayout]:
         """How a shard is cut that holds these parameters of a group."""

@@ -30,7 +30,6 @@ from narrowcast.codecs import codec as as_codec
 from narrowcast.distributed import arguments
 from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals
 from narrowcast.distributed.gradients.fsdp.gather import ShardGather, for_parameters, ranks_given, shard_layout
 from narrowcast.distributed.gradients.fsdp.groups import ParameterGroup, ReduceScatter, groups_of
@@ -42,7 +41,6 @@ from narrowcast.distributed.gradients.options import Mode
 from narrowcast.distributed.gradients.reduction import ShardedBucket
 from narrowcast.distributed.meshes import Given, check_mesh, everyone_in, meet_hosts
 from narrowcast.distributed.protocols.mesh import Mesh
-from narrowcast.distributed.transport.group import Group
 from narrowcast.errors import DtypeError, ModelKindError, ShapeError, SpecError
 
 
@@ -113,34 +111,39 @@ def _replicated(groups: Sequence[ParameterGroup]) -> bool:
 
 
 def _agree(state: GradientCompression, groups: Sequence[ParameterGroup], gather: Codec | None) -> None:
-    """Meet all ranks that share parameters with this one."""
-    for group in groups:
-        for name, numel in zip(group.names, group.numels, strict=True):
-            state.parameters.numels[name] = numel  # what this rank sees of it, where tensors are parallel too
-        if group.replicas is not None:  # what it has of it
-            state.parameters.numels.update(zip(group.names, group.parts, strict=True))
+    """Meet all ranks that share parameters with this one, or have replicas of its shards."""
+    _take_numels(state, groups)
     shared = {group.process_group: group for group in groups if group.process_group.size() > 1}
     replicas = {group.replicas: group for group in groups if group.replicas is not None}
-    codec = "none" if gather is None else gather.spec
+    about = f", groups={len(groups)}, gather={'none' if gather is None else gather.spec}"
     for members, group in (shared | replicas).items():
-        meeting = everyone_in(ranks_given(state, members), group.device, "gradients")
-        state.meet(meeting, group.dtype, f", groups={len(groups)}, gather={codec}")
+        state.meet(everyone_in(ranks_given(state, members), group.device, "gradients"), group.dtype, about)
     if gather is not None:
         for members, group in shared.items():
             given = ranks_given(state, members)
             meet_hosts(given, everyone_in(given, group.device, "parameters"))
-    state.make_residuals = _residuals
-    if replicas:
-        place = groups[0].process_group.rank()
-        state.make_residuals = partial(residuals_of_shards, place=place)
+    place = groups[0].process_group.rank()
+    state.make_residuals = partial(residuals_of_shards, place=place) if replicas else _residuals
     for members, group in (replicas or shared).items():
         given = members if replicas else ranks_given(state, members)
-        met = state.agree(given, torch.empty(0, dtype=group.dtype, device=group.device))
-        if isinstance(met, Mesh):  # what this place has of each parameter, of which it keeps residuals
-            rows = [ranks[met.within.rank] for ranks in met.hosts]
-            for each in groups:
-                for name, numel, part in zip(each.names, each.numels, each.parts, strict=True):
-                    state.parameters.shares[name] = numel_of_place(numel, part, rows)
+        ranks = state.agree(given, torch.empty(0, dtype=group.dtype, device=group.device))
+        if isinstance(ranks, Mesh):
+            _take_shares(state, groups, ranks)
+
+
+def _take_numels(state: GradientCompression, groups: Sequence[ParameterGroup]) -> None:
+    """How large parameters are, as this rank sees them where tensors are parallel too; with replicas, its shards."""
+    for group in groups:
+        sizes = group.numels if group.replicas is None else group.parts
+        state.parameters.numels.update(zip(group.names, sizes, strict=True))
+
+
+def _take_shares(state: GradientCompression, groups: Sequence[ParameterGroup], mesh: Mesh) -> None:
+    """How much of each parameter this place on its host keeps residuals of."""
+    rows = [ranks[mesh.within.rank] for ranks in mesh.hosts]
+    for group in groups:
+        for name, numel, part in zip(group.names, group.numels, group.parts, strict=True):
+            state.parameters.shares[name] = numel_of_place(numel, part, rows)
 
 
 class _Reduce(ReduceScatter):
@@ -159,49 +162,25 @@ class _Reduce(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        step, outcome = self._steps.step_of(self._parameters)
+        state, parameters, columns = self._state, self._parameters, output_tensor.numel()
+        step, outcome = self._steps.step_of(parameters)
         plain_bytes = arguments.nbytes(input_tensor) * (group.size() - 1) // group.size()
-        if self._state.idle:
-            self._state.count_idle(self._parameters.index, input_tensor.numel(), plain_bytes)
+        if state.idle:
+            state.count_idle(parameters.index, input_tensor.numel(), plain_bytes)
             return self._own(output_tensor, input_tensor, group, op, async_op)
-        meeting = self._state.agree(ranks_given(self._state, group), input_tensor)
-        with meeting.refusing("gradients"):
-            return self._start(meeting, output_tensor, input_tensor, op, async_op, plain_bytes, step, outcome)
+        ranks = state.agree(ranks_given(state, group), input_tensor)
+        with ranks.refusing("gradients"):
+            which = parameters.with_gradients(columns)
 
-    def _start(
-        self,
-        group: Group | Mesh,
-        output: Tensor,
-        input: Tensor,
-        op: Any,
-        async_op: bool,
-        plain_bytes: int,
-        step: int,
-        outcome: Outcome,
-    ) -> dist.Work | None:
-        state, parameters, columns = self._state, self._parameters, output.numel()
-        which = parameters.with_gradients(columns)
+            def cut(all_exempt: bool) -> list[ChunkLayout]:
+                return shard_layout(state, parameters, which, ranks, all_exempt)
 
-        def cut(all_exempt: bool) -> list[ChunkLayout]:
-            return shard_layout(state, parameters, which, group, all_exempt)
-
-        matrix = input.view(group.size, columns)
-        reduction = state.prepare([matrix], parameters.index, plain_bytes, cut, step)
-        divisor, factor = _reduction(op, group.size)
-        given = matrix, reduction.layout, state.residuals, outcome, reduction.probe, output, divisor, factor
-        bucket = HostShardedBucket(*given, group) if isinstance(group, Mesh) else ShardedBucket(*given)
-
-        def job() -> list[Tensor]:
-            try:
-                state.reduce(group, reduction, bucket, f"group {parameters.index}")
-            except BaseException as error:
-                self._steps.tell_of(error, group.everyone if isinstance(group, Mesh) else group)
-                raise
-            return [output]
-
-        if state.residuals is not None:
-            self._steps.tell_at_the_end(parameters)
-        return group.lane.start("gradients", job, [output, input], async_op, at_once=group.nccl)
+            matrix = input_tensor.view(ranks.size, columns)
+            reduction = state.prepare([matrix], parameters.index, plain_bytes, cut, step)
+            divisor, factor = _reduction(op, ranks.size)
+            fields = matrix, reduction.layout, state.residuals, outcome, reduction.probe, output_tensor, divisor, factor
+            bucket = HostShardedBucket(*fields, ranks) if isinstance(ranks, Mesh) else ShardedBucket(*fields)
+            return self._steps.reduce(parameters, ranks, reduction, bucket, [output_tensor, input_tensor], async_op)
 
 
 def _residuals(mode: Mode, holder: Holder) -> Residuals:

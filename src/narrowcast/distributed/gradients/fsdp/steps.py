@@ -4,19 +4,25 @@ A step is one backward pass that reduces gradients. torch does not say when one 
 is to be reduced that the step before has reduced already, or has left out in a pass that is over: a pass comes to every
 group of its root, whether there is a gradient or not (layers that are dropped, experts that no token went to).
 
-A rank sees its own shards only. So at the end of a backward ranks tell each other whether all is finite (`share` in
-error_feedback/outcome.py), on which residuals depend.
+A rank sees its own shards only. So at the end of a backward ranks tell each other whether all is finite
+(`exchange_verdicts` in error_feedback/outcome.py), on which residuals depend.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from narrowcast.distributed.gradients.compression import GradientCompression
-from narrowcast.distributed.gradients.error_feedback.outcome import Outcome, share
+from narrowcast.distributed.gradients.error_feedback.outcome import Outcome, exchange_verdicts
 from narrowcast.distributed.gradients.fsdp.groups import ParameterGroup
+from narrowcast.distributed.gradients.reduction import Bucket, Reduction
+from narrowcast.distributed.protocols.mesh import Mesh
 from narrowcast.distributed.transport.group import Group, group_for
+from narrowcast.distributed.transport.work import Work
 
 
 class Steps:
@@ -56,7 +62,30 @@ class Steps:
         """A pass that reduces gradients came to a parameter group, and it has none."""
         self._left_out.add((parameters.index, torch._C._current_graph_task_id()))
 
-    def tell_at_the_end(self, parameters: ParameterGroup) -> None:
+    def reduce(
+        self,
+        parameters: ParameterGroup,
+        group: Group | Mesh,
+        reduction: Reduction,
+        bucket: Bucket,
+        tensors: Sequence[Tensor],
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce the gradients of a parameter group in their turn. It touches `tensors`; the first is its result."""
+
+        def job() -> list[Tensor]:
+            try:
+                self._state.reduce(group, reduction, bucket, f"group {parameters.index}")
+            except BaseException as error:
+                self._tell_of(error, group.everyone if isinstance(group, Mesh) else group)
+                raise
+            return [tensors[0]]
+
+        if self._state.residuals is not None:
+            self._tell_at_the_end(parameters)
+        return group.lane.start("gradients", job, tensors, async_op, at_once=group.nccl)
+
+    def _tell_at_the_end(self, parameters: ParameterGroup) -> None:
         """When this pass is over, tell all ranks that share these parameters whether all is finite here."""
         for members in parameters.process_groups:
             self._to_tell[members] = parameters.device
@@ -66,7 +95,7 @@ class Steps:
             self._waiting = self._task
             torch.autograd.Variable._execution_engine.queue_callback(self._tell)
 
-    def tell_of(self, error: BaseException, here: Group) -> None:
+    def _tell_of(self, error: BaseException, here: Group) -> None:
         """Backward breaks off in a job of `here`: ranks that wait to be told how it went fail, too."""
         for members, device in self._take().items():
             group = group_for(members, device, "gradients")
@@ -79,7 +108,7 @@ class Steps:
         """A verdict reaches all ranks of a mesh when it goes through each of its dimensions, and all others by way of
         the larger group."""
         for members, device in sorted(self._take().items(), key=lambda item: item[0].size()):
-            share(self._outcome, group_for(members, device, "gradients"), self._step or 0)
+            exchange_verdicts(self._outcome, group_for(members, device, "gradients"), self._step or 0)
         self._outcome.complete = True
 
     def _take(self) -> dict[dist.ProcessGroup, torch.device]:

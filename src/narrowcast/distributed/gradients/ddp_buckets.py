@@ -23,8 +23,8 @@ MOST_HELD_BYTES = 1 << 17
 
 
 @dataclass
-class Handed:
-    """A bucket. Offsets are counted in elements of the buffer."""
+class DdpBucket:
+    """The gradients of some parameters, which start at these offsets of the buffer, in elements."""
 
     buffer: Tensor
     parameters: Sequence[Tensor]
@@ -41,12 +41,12 @@ class Handed:
         by_default = isinstance(ddp, DistributedDataParallel) and getattr(ddp, "bucket_bytes_cap_default", False)
         return by_default and codec.row_bytes(self.buffer.numel()) <= MOST_HELD_BYTES
 
-    def joins(self, other: Handed) -> bool:
+    def joins(self, other: DdpBucket) -> bool:
         """Whether both can travel in one collective."""
         return self.buffer.dtype == other.buffer.dtype and self.buffer.device == other.buffer.device
 
     def settle(self, done: torch.futures.Future[Any]) -> None:
-        """Tell DDP what became of it, where it waited: `done` is of the collective that it travelled in."""
+        """Settle `averaged` as the collective in which the bucket travelled, `done`, has ended."""
         try:
             done.value()
         except Exception as error:
@@ -55,10 +55,10 @@ class Handed:
             self.averaged.set_result(self.buffer)
 
 
-class Joined:
+class JoinedBuckets:
     """Buckets that travel together, their buffers counted end to end."""
 
-    def __init__(self, buckets: Sequence[Handed]) -> None:
+    def __init__(self, buckets: Sequence[DdpBucket]) -> None:
         self.buckets = buckets
         self.index, self.last = buckets[0].index, buckets[-1].last
         self.buffers = [bucket.buffer for bucket in buckets]

@@ -1,7 +1,7 @@
-"""The grid of rows whose scales are known: codes of columns, one after another.
+"""Rows whose scales are known: codes of columns, one after another.
 
 `encode` chooses scales and codes together. A rounding that chooses the codes of a row one element after another has
-its scales first. A `Grid` holds the scales and zero points of rows, as `Codec.split` gives them, and turns columns of
+its scales first. `RowScales` are the scales and zero points of rows, as `Codec.split` gives them. They turn columns of
 numbers into codes (the nearest ones; stochastic codecs too). `Codec.join` makes rows of the codes.
 """
 
@@ -19,7 +19,7 @@ from narrowcast.kernels.operators.dispatch import kernel_for
 from narrowcast.kernels.reference import search
 
 
-class Grid(NamedTuple):
+class RowScales(NamedTuple):
     """The scales and zero points [rows, blocks] of rows of `numel` elements; None where the codec has none."""
 
     codec: Codec
@@ -28,8 +28,8 @@ class Grid(NamedTuple):
     zero_points: Tensor | None
 
     @classmethod
-    def of(cls, codec: Codec, fields: Fields) -> Grid:
-        """The grid of rows that were split."""
+    def of(cls, codec: Codec, fields: Fields) -> RowScales:
+        """Those of rows that were split."""
         return cls(codec, fields.codes.shape[-1], fields.scales, fields.zero_points)
 
     def round_columns(self, weight: Tensor, factor: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,8 +49,8 @@ class Grid(NamedTuple):
         """Rows of bytes that hold codes [rows, numel]."""
         return self.codec.join(chosen, self.scales, self.zero_points)
 
-    def with_scales(self, wanted: Tensor) -> Grid:
-        """The same grid with the stored scales nearest to `wanted`; where there is none, scales stay as they are."""
+    def with_scales(self, wanted: Tensor) -> RowScales:
+        """The stored scales nearest to `wanted`; where there is none, scales stay as they are."""
         assert self.scales is not None
         format = self.codec.format
         stored = search.round_to_stored(wanted.float(), format.scale, scaling(format, self.codec.peak).limit)
