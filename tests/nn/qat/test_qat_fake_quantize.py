@@ -215,14 +215,16 @@ def test_channels_have_clips_of_their_own_along_any_axis() -> None:
             assert torch.equal(alone(x[:, channel]), y[:, channel])
 
 
-def test_a_channel_of_zeros_starts_like_the_others_and_stays_zero() -> None:
+@pytest.mark.parametrize("start", ["max", "percentile", "mse"])
+def test_a_channel_of_zeros_starts_at_the_largest_clip_of_the_others_and_stays_zero(start: str) -> None:
     x = torch.randn(3, 50)
     x[1] = 0
-    quantizer = FakeQuantize("apot4", 0, signed=True)
+    quantizer = FakeQuantize("apot4", 0, signed=True, start=start)
     assert torch.equal(quantizer(x)[1], torch.zeros(50))
-    assert quantizer.clip[1] > 0
-    empty = FakeQuantize("apot4", 0)
+    assert quantizer.clip[1] == max(quantizer.clip[0], quantizer.clip[2])
+    empty = FakeQuantize("apot4", 0, start=start)
     assert torch.equal(empty(torch.zeros(3, 4)), torch.zeros(3, 4))
+    assert empty.clip.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_without_learning_a_clip_follows_its_observer() -> None:
