@@ -59,6 +59,17 @@ def test_a_codec_first_used_in_another_default_dtype_is_as_good_afterwards(state
     assert inside == after == good
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_table_first_used_in_inference_mode_serves_training_afterwards(device: str) -> None:
+    rows = torch.zeros(4, nc.codec("nf4").row_bytes(64), dtype=torch.uint8, device=device)
+    registry._remembered.cache_clear()
+    with torch.inference_mode():
+        nc.codec("nf4").linear(torch.ones(2, 64, device=device), rows)
+    x = torch.ones(2, 64, device=device, requires_grad=True)
+    nc.codec("nf4").linear(x, rows).sum().backward()
+    assert x.grad is not None
+
+
 def test_a_fresh_seed_is_drawn_in_any_surroundings(ambient: str) -> None:
     x = plainly(lambda: mixed(300))
     assert nc.encode(x, "int4:stochastic=true").nbytes == nc.codec("int4").row_bytes(300)

@@ -362,6 +362,20 @@ def test_a_state_of_another_kind_is_converted(before: str | None, after: str | N
         train(layers, theirs, range(1))
 
 
+def test_a_state_of_torch_whose_steps_are_numbers_loads() -> None:
+    layers, optimizer = pair(state=None)
+    train(layers, optimizer, range(3))
+    numbers = saved(optimizer)
+    for held in numbers["state"].values():
+        held["step"] = float(held["step"])  # as torch 1.11 saved it
+    (one, first), (other, second) = pair(), pair()
+    first.load_state_dict(numbers)
+    second.load_state_dict(saved(optimizer))
+    train(one, first, range(3, 5))
+    train(other, second, range(3, 5))
+    assert bits(one, first) == bits(other, second)
+
+
 def test_counts_of_second_moments_survive() -> None:
     layers, optimizer = pair(dtype=torch.bfloat16)
     train(layers, optimizer, range(2))

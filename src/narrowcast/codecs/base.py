@@ -54,7 +54,8 @@ class Codec:
         self.format = format
         self.peak = peak
         self.given = given
-        self._tables = {} if table is None else {torch.device("cpu"): table}
+        cpu = torch.device("cpu")
+        self._tables = {} if table is None else {cpu: lasting(table.clone, cpu)}
         self._recipes: dict[torch.device, Recipe] = {}
         self.spec = write_spec(name, given)
 

@@ -2,6 +2,7 @@
 
 With mode="reduce-overhead", torch.compile lets a first call allocate from the memory of its CUDA graph, and raises
 where something of that call stays. This holds for the thread that calls, so on a GPU such tensors are made in another.
+And a tensor made in inference mode cannot be saved for a later backward pass, so none is.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ T = TypeVar("T")
 
 
 def lasting(make: Callable[[], T], device: torch.device) -> T:
-    """What `make` returns; what it makes on a GPU stays when the graph's memory is taken back."""
-    if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+    """What `make` returns; what it makes serves every later call, whatever surrounds this one."""
+    if torch.compiler.is_compiling():
         return make()
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        with torch.inference_mode(False):
+            return make()
     torch.cuda.current_stream(device).synchronize()  # what `make` reads is written
 
     def make_and_wait() -> T:

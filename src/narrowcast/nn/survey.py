@@ -32,6 +32,7 @@ TARGETS: dict[type[nn.Module], type[Encoded]] = {
     target.float_class: target
     for target in (Linear, Embedding, Conv1d, Conv2d, Conv3d, MultiheadAttention, LSTM, GRU, RNN)
 }
+COMPUTED = "its weight is computed from other parameters (weight_norm, pruning)"
 # What a subclass may define and still compute what its base class does.
 _HARMLESS = {"__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__constants__", "extra_repr"}
 _HARMLESS |= {"reset_parameters", "__repr__", "__firstlineno__", "__static_attributes__", "__annotate_func__"}
@@ -183,6 +184,8 @@ def _changed(module: nn.Module) -> str:
         return "parametrized: call torch.nn.utils.parametrize.remove_parametrizations first"
     if "forward" in vars(module):
         return "forward was replaced on this instance (accelerate does that): quantize before"
+    if isinstance(module, nn.RNNBase) and not module._parameters.keys() >= set(module._flat_weights_names):
+        return COMPUTED
     for base in TARGETS:
         if isinstance(module, base) and not isinstance(module, Encoded):
             between = type(module).__mro__[: type(module).__mro__.index(base)]
@@ -230,6 +233,6 @@ def _without_parameter(names: dict[nn.Module, list[str]]) -> list[Skip]:
         if isinstance(module, Encoded) or "weight" in module._parameters or several:
             continue
         if isinstance(module, tuple(TARGETS)):
-            reason = _changed(module) or "its weight is computed from other parameters (weight_norm, pruning)"
+            reason = _changed(module) or COMPUTED
             skips.append(Skip(join(known[0], "weight"), reason))
     return skips

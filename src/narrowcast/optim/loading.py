@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from narrowcast.errors import StateDictError
@@ -45,6 +46,8 @@ def _adapted_state(state: dict[str, Any], parameter: Tensor, spec: str | None, o
     """One parameter's state: `spec` is the codec of the rows that were saved, `own` that of the rows to hold."""
     own = None if own is None or rows.why_in_floats(parameter) else own
     state = dict(state)
+    if isinstance(state.get("step"), (int, float)):  # as torch kept it once; it makes tensors of all steps or of none
+        state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device="cpu")
     if rows.FIRST in state:
         state = _in_floats(state, parameter, spec) if spec != own else state
     if own is not None and "exp_avg" in state:

@@ -92,3 +92,26 @@ def test_a_clip_does_not_start_from_each_ranks_own_data() -> None:
     for message in run(2, start_on_ranks):
         assert "every rank would start from data of its own" in message
         assert "calibrate_" in message
+
+
+def follow_on_ranks(rank: int) -> str:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    nc.prepare_qat_(model, "apot4", "apot4", learn=False)
+    nc.calibrate_(model, [torch.randn(16, 8)])
+    clip = model.input_quantizer.clip
+    message = ""
+    try:
+        model(torch.randn(2, 8))
+    except CalibrationError as error:
+        message = str(error)
+    model.input_quantizer.observer = None
+    nn.parallel.DistributedDataParallel(model)(torch.randn(2, 8)).sum().backward()
+    assert torch.equal(model.input_quantizer.clip, clip)
+    return message
+
+
+def test_a_clip_that_is_not_learned_can_be_kept_where_it_cannot_follow_the_data() -> None:
+    for message in run(2, follow_on_ranks):
+        assert message.startswith("the clip of this FakeQuantize('apot4') is not learned: its observer")
+        assert message.endswith("To keep the clip that it has, set quantizer.observer = None.")

@@ -332,6 +332,13 @@ def test_missing_and_unexpected_keys_are_torchs_to_report() -> None:
             r"input: expected float32.*got uint8.*weight.dtype.*rules=",
         ),
         (torch.zeros(2, 70, dtype=torch.complex64), DtypeError, "complex64"),
+        (torch.zeros(2, 70).to_sparse(), DtypeError, r"input: .* dense .* x\.to_dense\(\)"),
+        (torch.nested.nested_tensor([torch.zeros(2, 70)]), DtypeError, r"input: .* not nested .*to_padded_tensor"),
+        (
+            torch.nested.nested_tensor([torch.zeros(2, 70)], layout=torch.jagged),
+            DtypeError,
+            "input: .* not nested .*to_padded_tensor",
+        ),
         (
             torch.zeros(2, 70, device="meta"),
             ShapeError,

@@ -183,6 +183,25 @@ def test_the_operands_of_an_integer_layer_are_never_cast() -> None:
     assert layer.weight_integers.dtype == torch.int8
 
 
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(nn.Conv1d, torch.channels_last), (nn.Conv2d, torch.channels_last), (nn.Conv2d, torch.channels_last_3d)],
+)
+def test_the_operands_of_an_integer_convolution_lie_as_they_do_in_any_memory_format(
+    kind: type[nn.Module], layout: torch.memory_format
+) -> None:
+    layer, x = kind(6, 4, 3), torch.randn(2, 6, 9) if kind is nn.Conv1d else torch.randn(2, 6, 9, 9)
+    nc.prepare_qat_(layer, "int8", "int8")
+    nc.calibrate_(layer, [x])
+    nc.convert_(layer.eval())
+    y, integers = layer(x), layer.weight_integers
+    layer.to(memory_format=layout)
+    assert layer.weight_integers.is_contiguous()
+    assert torch.equal(layer.weight_integers, integers)
+    assert torch.equal(layer(x), y)
+    assert layer.share_memory().weight_integers.is_shared()
+
+
 # -- quantizers --------------------------------------------------------------------------------------------------------
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.prune import l1_unstructured
 
 import narrowcast as nc
 
@@ -44,6 +47,20 @@ def test_a_recurrent_layer_computes_what_its_decoded_weights_compute(
     nc.save(model, tmp_path / "x.safetensors")
     assert torch.equal(nc.load(tmp_path / "x.safetensors", copy.deepcopy(plain))["rnn"](X)[0], found)
     assert model.to(torch.bfloat16)["rnn"](X.bfloat16())[0].dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("change", [nn.utils.weight_norm, nn.utils.spectral_norm, partial(l1_unstructured, amount=0.5)])
+def test_a_layer_one_of_whose_weights_is_computed_is_left_as_it_is(change: Callable[..., Any]) -> None:
+    model = layer(nn.LSTM, {}).eval()
+    change(model["rnn"], name="weight_hh_l0")
+    before = model["rnn"](X)[0]
+    report = nc.quantize_(model, "int8")
+    assert report.entries == []
+    assert {skip.reason for skip in report.skips} == {
+        "its weight is computed from other parameters (weight_norm, pruning)"
+    }
+    assert torch.equal(model["rnn"](X)[0], before)
 
 
 def test_a_gradient_passes_to_the_input_and_to_biases() -> None:

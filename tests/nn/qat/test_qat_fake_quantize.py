@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -215,14 +216,29 @@ def test_channels_have_clips_of_their_own_along_any_axis() -> None:
             assert torch.equal(alone(x[:, channel]), y[:, channel])
 
 
-def test_a_channel_of_zeros_starts_like_the_others_and_stays_zero() -> None:
+@pytest.mark.parametrize("start", ["max", "percentile", "mse"])
+def test_a_channel_of_zeros_starts_at_the_largest_clip_of_the_others_and_stays_zero(start: str) -> None:
     x = torch.randn(3, 50)
     x[1] = 0
-    quantizer = FakeQuantize("apot4", 0, signed=True)
+    quantizer = FakeQuantize("apot4", 0, signed=True, start=start)
     assert torch.equal(quantizer(x)[1], torch.zeros(50))
-    assert quantizer.clip[1] > 0
-    empty = FakeQuantize("apot4", 0)
+    assert quantizer.clip[1] == max(quantizer.clip[0], quantizer.clip[2])
+    empty = FakeQuantize("apot4", 0, start=start)
     assert torch.equal(empty(torch.zeros(3, 4)), torch.zeros(3, 4))
+    assert empty.clip.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("options", [{}, {"channel_axis": 1}, {"learn": False, "observer": "minmax"}], ids=str)
+def test_a_batch_without_elements_starts_nothing_and_passes(options: dict[str, Any]) -> None:
+    quantizer = FakeQuantize("int4", **options)
+    empty = torch.empty(0, 3, requires_grad=True)
+    quantizer(empty).sum().backward()
+    assert empty.grad is not None
+    assert not quantizer.is_started
+    quantizer(torch.randn(8, 3))
+    before = quantizer.clip
+    assert quantizer(empty).shape == (0, 3)
+    assert torch.equal(quantizer.clip, before)
 
 
 def test_without_learning_a_clip_follows_its_observer() -> None:

@@ -81,6 +81,14 @@ def test_observers_keep_their_statistics_in_a_state_dict_and_go_on() -> None:
         assert torch.equal(resumed.half().low, whole.low)  # never rounded
 
 
+@pytest.mark.parametrize("kind", [MinMax, MovingAverage, Percentile, LeastSquares])
+def test_a_channel_of_zeros_gets_the_largest_clip_of_the_others(kind: type[Observer]) -> None:
+    x = torch.randn(3, 500) * torch.tensor([[1.0], [0.0], [3.0]])
+    clip = seen(kind(), x, x).clip(INT8)
+    assert clip[1] == clip[2] > clip[0]
+    assert seen(kind(), torch.zeros(1, 5)).clip(INT8).tolist() == [1.0]
+
+
 def test_observers_refuse_what_is_not_finite_and_clips_of_nothing() -> None:
     observer = seen(MinMax(), torch.ones(1, 3))
     with pytest.raises(CalibrationError, match="batch 2"):

@@ -98,6 +98,11 @@ def as_float_input(x: Tensor, hint: str) -> Tensor:
     if x.dtype not in checks.FLOATS:
         kind = checks.dtype_name(x.dtype)
         raise DtypeError(f"input: expected float32, bfloat16, float16 or float64, got {kind}. {hint}")
+    if x.is_nested or x.layout != torch.strided:
+        raise DtypeError(
+            "input: layers on encoded rows take dense tensors, not nested or sparse ones. Pass "
+            "torch.nested.to_padded_tensor(x, 0.0), or x.to_dense()."
+        )
     return x
 
 

@@ -95,7 +95,7 @@ def check_axis(x: Tensor, axis: int | None, channels: int) -> None:
 
 
 def refuse_start(quantizer: FakeQuantize) -> None:
-    """Refuse to start from a batch where the start would be lost, compiled in, or different on every rank."""
+    """Refuse to choose a clip from a batch where that would be lost, compiled in, or different on every rank."""
     why = ""
     if torch.compiler.is_compiling():
         why = "the model is being compiled, and a start cannot be"
@@ -105,6 +105,11 @@ def refuse_start(quantizer: FakeQuantize) -> None:
         why = "the model is in eval mode, where nothing is learned"
     elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         why = "every rank would start from data of its own"
+    if why and quantizer.is_started:
+        raise CalibrationError(
+            f"the clip of this FakeQuantize({quantizer.codec.spec!r}) is not learned: its observer would start it anew "
+            f"from this batch, and {why}. To keep the clip that it has, set quantizer.observer = None."
+        )
     if why:
         raise CalibrationError(
             f"this FakeQuantize({quantizer.codec.spec!r}) has no clip yet, and {why}. Call "

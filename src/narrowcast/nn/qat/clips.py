@@ -62,8 +62,7 @@ def smallest_clip(low: Tensor, high: Tensor, grid: CodecGrid) -> Tensor:
     if first < 0:
         scale = torch.maximum(scale, low / first)
     clip = scale * grid.top
-    other = float(clip.max()) if clip.numel() else 0.0
-    return torch.where(clip > 0, clip, other if other > 0 else 1.0)
+    return _like_others(clip, clip > 0)
 
 
 def search_clip(rows: Tensor, largest: Tensor, grid: CodecGrid, weights: Tensor | None = None) -> Tensor:
@@ -77,7 +76,12 @@ def search_clip(rows: Tensor, largest: Tensor, grid: CodecGrid, weights: Tensor 
         total = (error if weights is None else error * weights).sum(1)
         better = total < least
         best, least = torch.where(better, clip, best), torch.where(better, total, least)
-    return best
+    return _like_others(best, (rows != 0).any(1))  # zeros lose nothing at any clip
+
+
+def _like_others(clip: Tensor, chosen: Tensor) -> Tensor:
+    """`clip`; where none was `chosen`, the largest of the others, or 1."""
+    return torch.where(chosen, clip, float(clip[chosen].max()) if bool(chosen.any()) else 1.0)
 
 
 def _thinned(rows: Tensor) -> Tensor:

@@ -113,11 +113,13 @@ class FakeQuantize(nn.Module):
             self._observe(x)
             return x
         if not self._ready or (self.observer is not None and self.training and not self.alpha.requires_grad):
+            checks.refuse_start(self)
+            if not x.numel():
+                return x  # which has nothing to choose a clip from, and nothing to quantize
             self._follow(x)
         checks.check_axis(x, self.channel_axis, self.alpha.numel())
-        factor = self._gradient_factor(self._numel(x))
         normalize = None if self.normalize == "paper" else self.normalize
-        way = Way(self.grid, self.channel_axis, self.top, factor, normalize)
+        way = Way(self.grid, self.channel_axis, self.top, self._gradient_factor(self._numel(x)), normalize)
         quantized = quantize_in_one_node(self.target(x), self.alpha, way)
         if quantized is not None:
             return quantized.to(x.dtype)
@@ -240,7 +242,6 @@ class FakeQuantize(nn.Module):
 
     def _follow(self, x: Tensor) -> None:
         """Start from this batch, or follow it where an observer sets the clip."""
-        checks.refuse_start(self)
         if self.observer is None:
             self.start_from(x)
             return

@@ -136,9 +136,10 @@ class IntegerLayer(OneWeight):
         self.unpack()
 
     def _apply(self, fn: Any, recurse: bool = True) -> IntegerLayer:
-        # The operands follow from the rows: they are never cast, never rounded to half precision.
+        # The operands follow from the rows: they are never cast, never rounded to half precision. `fn` gets them flat,
+        # since some layouts are for four dimensions alone, and kernels read them in the order in which they lie.
         operands = {id(self._buffers[name]) for name in self.made_on_load}
-        super()._apply(lambda t: keep_dtype(fn, t) if id(t) in operands else fn(t), recurse)
+        super()._apply(lambda t: keep_dtype(fn, t.flatten()).view(t.shape) if id(t) in operands else fn(t), recurse)
         return self
 
 
