@@ -36,6 +36,7 @@ from narrowcast.distributed.gradients.parameters import Parameters
 from narrowcast.distributed.gradients.reduction import Bucket, Reduction
 from narrowcast.distributed.gradients.stats import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log
 from narrowcast.distributed.gradients.timetable import Refresh, Schedule, Timetable, Travel
+from narrowcast.distributed.gradients.under_way import UnderWay
 from narrowcast.distributed.meshes import Given, everyone_in, meet_hosts, ranks_in, size_of
 from narrowcast.distributed.planning.planner import Plan, choose_codec
 from narrowcast.distributed.protocols import mesh
@@ -108,7 +109,7 @@ class GradientCompression:
         self.waiting: Handed | None = None
         self.residuals: Residuals | None = None
         self.make_residuals: Callable[[Mode, Holder], Residuals] = Residuals
-        self._outcome, self._agreed = Outcome(), False
+        self._outcome, self._agreed, self.under_way = Outcome(), False, UnderWay()
         self.counted, self.clock, self._resumed_at = GradientStats(), Clock(), 0
         self._loaded: Mapping[str, Any] | None = None
 
@@ -126,8 +127,7 @@ class GradientCompression:
         ranks = ranks_in(given, like.device, "gradients")
         if not self._agreed:
             if self.error_feedback and self.residuals is None:
-                held = self.make_residuals(self.error_feedback, holder_among(ranks))
-                self.residuals = held.held_in(self._held_in)
+                self.residuals = self.make_residuals(self.error_feedback, holder_among(ranks)).held_in(self._held_in)
             if self._loaded is not None:
                 self._take_residuals(self._loaded)
             self._agreed = True
@@ -261,8 +261,8 @@ class GradientCompression:
         """All that the next step of this rank depends on: numbers, strings and tensors. Every rank has its own."""
         meetings = {} if self.meetings is None else {"meetings": self.meetings.state()}
         settings = self.step, self._seed, self.codec, self.error_feedback, self.residuals, self.momentum is not None
-        loaded = self._loaded  # no bucket since
-        return {**(saved.taken(*settings) if loaded is None else loaded), "step": self.step, **meetings}
+        state = self._loaded or saved.taken(*settings)  # one that was loaded, where no bucket came since
+        return {**state, "step": self.step, **self.under_way.state(), **meetings}
 
     def load_state_dict(
         self,
@@ -283,8 +283,8 @@ class GradientCompression:
             self._use(codec, self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])
         self.counted, self.clock, self._resumed_at = GradientStats(), Clock(), self.step
-        self._loaded = dict(state)
-        self._agreed = False  # on the step, for one
+        self._loaded, self._agreed = dict(state), False  # on the step, for one
+        self.under_way.load(state)
         if self.residuals is not None:
             self._take_residuals(state)
 
