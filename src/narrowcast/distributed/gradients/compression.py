@@ -27,7 +27,7 @@ from narrowcast.distributed.gradients import state as saved
 from narrowcast.distributed.gradients.error_feedback import redistribution
 from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals, holder_among
-from narrowcast.distributed.gradients.handed import Handed
+from narrowcast.distributed.gradients.handed import Order
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.meetings import Meetings
 from narrowcast.distributed.gradients.momentum import EXEMPT_IN, MomentumOptimizer, momentum_of
@@ -106,7 +106,7 @@ class GradientCompression:
         self.parameters = Parameters(model, exempt)
         self._seed = checks.seed(seed)
         self.layouts: dict[object, list[ChunkLayout]] = {}  # how buckets are cut, by what ddp.py or fsdp/ knows them by
-        self.waiting: Handed | None = None
+        self.order = Order()
         self.residuals: Residuals | None = None
         self.make_residuals: Callable[[Mode, Holder], Residuals] = Residuals
         self._outcome, self._agreed, self.under_way = Outcome(), False, UnderWay()

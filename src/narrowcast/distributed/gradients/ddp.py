@@ -50,6 +50,7 @@ def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
     if state.momentum is not None and ddp.find_unused_parameters:
         state.momentum.leave_unused_alone()
     state.trainer = weakref.ref(ddp)
+    state.order.count_for(ddp)
     ddp.register_comm_hook(state, gradient_hook)
     if state.meetings is not None:
         local_updates.attach(ddp, state)
@@ -74,30 +75,31 @@ def _check_mesh(given: Given, ddp: Any) -> None:
 
 def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """For `ddp.register_comm_hook(state, gradient_hook)`: the average of a bucket over all ranks, compressed."""
-    buffer = bucket.buffer()
+    buffer, order = bucket.buffer(), state.order
     try:
         _check(state, bucket)
     except Exception as error:
         state.refuse(error, buffer.device)
         raise
+    index, last = order.place(bucket)
     if local_updates.is_alone(state):
-        return local_updates.keep(state, bucket)
+        return local_updates.keep(state, buffer, index, last)
     first, parameters = buffer.storage_offset(), bucket.parameters()
     offsets = [int(gradient.storage_offset() - first) for gradient in bucket.gradients()]
     # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
     offsets = [offset * numbers(p) for offset, p in zip(offsets, parameters, strict=True)]
-    handed = Handed(buffer, parameters, offsets, bucket.index(), bucket.is_last())
-    waiting = state.waiting if handed.index else None  # what waited in a backward that broke off waits no more
-    state.waiting = None
+    handed = Handed(buffer, parameters, offsets, index, last)
+    waiting = order.waiting if index else None  # what waited in a backward that broke off waits no more
+    order.waiting = None
     if waiting is not None and not waiting.joins(handed):
         given = waiting.buffer, waiting.parameters, waiting.offsets, waiting.index, waiting.last
         average_bucket(state, *given).add_done_callback(waiting.settle)
         waiting = None
     ranks = size_of(state.process_group, "compress_gradients")
     if handed.waits(state.trainer(), state.travel_at(state.step).codec, ranks):
-        state.waiting = handed
+        order.waiting = handed
         return handed.averaged
-    return average_bucket(state, buffer, parameters, offsets, handed.index, handed.last, waiting)
+    return average_bucket(state, buffer, parameters, offsets, index, last, waiting)
 
 
 def average_bucket(
