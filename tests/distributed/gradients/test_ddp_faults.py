@@ -283,6 +283,30 @@ def _one_fails(rank: int, fault: str, place: str, cap: float) -> Any:
     return failed, left, later, state.step
 
 
+class _OfDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(40, 40, dtype=torch.bfloat16), nn.Linear(40, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x.bfloat16()).float()).square().mean()  # type: ignore[no-any-return]
+
+
+def _fails_at_first(rank: int) -> Any:
+    ddp = DDP(_OfDtypes(), static_graph=True, bucket_cap_mb=25)
+    nc.compress_gradients(ddp, "int4")
+    if rank == 1:
+        faults.at("encoding", faults.run_out_of_memory)
+    return faults.error_of(lambda: ddp(torch.ones(4, 40)).backward())[0]
+
+
+def test_a_failure_in_the_first_step_of_a_static_graph_is_raised() -> None:
+    """DDP says of none of its buckets that it is the last one."""
+    here, there = ranks.run(2, _fails_at_first)
+    assert type(here) is CollectiveError
+    assert type(there) is MemoryError
+
+
 def _wake(processes: list[Any]) -> None:
     faults.wait_until_stopped(processes[2].pid)
     time.sleep(1.3 * LIMIT)

@@ -109,14 +109,28 @@ def tied(rank: int) -> Any:
     return model[0].weight.grad.clone()
 
 
-def several_dtypes(rank: int) -> Any:
+def several_dtypes(rank: int, **options: Any) -> Any:
     """DDP gives each dtype buckets of its own."""
     model = Given(SHAPES)
     for name, dtype in OTHERS.items():
         model.register_parameter(name, nn.Parameter(model.get_parameter(name).detach().to(dtype)))
-    ddp = DDP(model)
+    ddp = DDP(model, **options)
     state = trained.compressed(ddp)
-    return [trained.backward(ddp, _of_dtypes(rank, step)) for step in range(STEPS)], len(state.stats().buckets)
+    found, steps = [], []
+    for step in range(STEPS):
+        found.append(trained.backward(ddp, _of_dtypes(rank, step)))
+        steps.append((state.step, len(state.stats().buckets)))
+    return found, steps
+
+
+def static_graph(rank: int) -> Any:
+    """In its first backward DDP hands over all buckets at the end, and numbers none of them."""
+    return several_dtypes(rank, static_graph=True)
+
+
+def static_graph_apart(rank: int) -> Any:
+    """The first bucket does not wait."""
+    return several_dtypes(rank, static_graph=True, bucket_cap_mb=25)
 
 
 OTHERS = {"odd": torch.bfloat16, "norm": torch.bfloat16, "prime": torch.float16}
@@ -171,6 +185,8 @@ SCENES: dict[str, Callable[[int], Any]] = {
         channels_last,
         tied,
         several_dtypes,
+        static_graph,
+        static_graph_apart,
         uneven,
         overlapping,
     )
@@ -243,12 +259,13 @@ def test_a_tied_weight_has_one_gradient(played: list[dict[str, Any]]) -> None:
         assert torch.equal(of_rank["tied"], torch.full((30, 30), 3.0))
 
 
-def test_every_dtype_keeps_its_own(played: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", ["several_dtypes", "static_graph", "static_graph_apart"])
+def test_every_dtype_keeps_its_own(name: str, played: list[dict[str, Any]]) -> None:
     expected = Expected(nc.codec(CODEC), 2, True, [SEED] * 2)
     right = [expected.step([_of_dtypes(rank, step) for rank in range(2)]) for step in range(STEPS)]
     for of_rank in played:
-        found, buckets = of_rank["several_dtypes"]
-        assert buckets == 3
+        found, steps = of_rank[name]
+        assert steps == [(step + 1, 3) for step in range(STEPS)]
         trained.agree(found, right)
 
 

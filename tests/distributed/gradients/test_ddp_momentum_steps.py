@@ -57,6 +57,39 @@ def test_a_step_that_no_optimizer_takes_leaves_no_residuals(saved: bool) -> None
         trained.agree(skipped, plain)
 
 
+def _wrapped_anew(rank: int, steps: int, leaves_out_last: bool) -> Any:
+    """After so many steps the model is wrapped and compressed anew, with its optimizer; a later step is left out."""
+    found = []
+    for skips in (True, False):
+        model = trained.mlp(width=40)
+        optimizer = nc.optim.AdamW(model.parameters(), 0.01)
+        options: Any = {"momentum": optimizer, "warmup_steps": WARMUP, "seed": trained.SEED}
+        ddp = DDP(model)
+        first = nc.compress_gradients(ddp, "sign", **options)
+        trained.train(ddp, rank, range(steps), optimizer)
+        if skips and leaves_out_last:
+            ddp(trained.batch(rank, 77)).sum().backward()
+            optimizer.zero_grad()
+        ddp = DDP(model)
+        compression = nc.compress_gradients(ddp, "sign", **options)
+        compression.load_state_dict(first.state_dict())
+        trained.train(ddp, rank, range(steps, 7), optimizer)
+        if skips and not leaves_out_last:
+            ddp(trained.batch(rank, 77)).sum().backward()
+            optimizer.zero_grad()
+        trained.train(ddp, rank, range(7, STEPS), optimizer)
+        found.append((trained.parameters_of(ddp), compression.state_dict()["sender"]))
+    return found
+
+
+@pytest.mark.parametrize(("steps", "leaves_out_last"), [(WARMUP, False), (5, False), (5, True)])
+def test_a_step_that_is_left_out_leaves_no_residuals_in_a_model_that_was_wrapped_anew(
+    steps: int, leaves_out_last: bool
+) -> None:
+    for skipped, plain in run(2, _wrapped_anew, steps, leaves_out_last):
+        trained.agree(skipped, plain)
+
+
 def _joined(rank: int) -> Any:
     ddp, optimizer, _ = _made()
 

@@ -109,6 +109,31 @@ def dropped(rank: int) -> Any:
     return found
 
 
+def between_roots(rank: int) -> Any:
+    """Two roots have a pass each in a step. It is saved between these in the second step, and resumed."""
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        module = nn.ModuleDict({"one": fully_shard(nn.Linear(40, 40)), "other": fully_shard(nn.Linear(40, 40))})
+        return module, trained.compressed(module, "int4:stochastic=true", warmup_steps=1)
+
+    def backward(module: Any, name: str, step: int) -> trained.Named:
+        module[name].zero_grad()
+        module[name](trained.batch(rank, step, 40)).square().mean().backward()
+        return sharded.grads(module[name])
+
+    (module, state), (other, loaded) = made(), made()
+    for step in range(2):
+        backward(module, "one", step)
+        if step == 1:
+            loaded.load_state_dict(state.state_dict())
+            loaded.load_state_dict(loaded.state_dict())  # what was loaded is saved again as it is
+        backward(module, "other", step)
+    backward(other, "other", 1)
+    ends = [[backward(each, name, 2) for name in ("one", "other")] for each in (module, other)]
+    return ends, state.step, loaded.step
+
+
 class Rerun(nn.Module):
     """Blocks that run again in backward, each in a pass within the pass."""
 
@@ -173,6 +198,7 @@ SCENES = {
         compiled_root,
         twice_in_a_pass,
         dropped,
+        between_roots,
         checkpointed,
         warmed_up,
         nothing_at_all,
@@ -229,6 +255,15 @@ def test_each_pass_is_a_step_of_its_own_whichever_blocks_it_leaves_out(played: l
         for right, again, step, resumed in of_rank["dropped"]:
             assert (step, resumed) == (5, 5)
             trained.agree(again, right)
+
+
+def test_a_step_that_is_saved_between_passes_of_its_roots_goes_on_in_the_next_pass(
+    played: list[dict[str, Any]],
+) -> None:
+    for of_rank in played:
+        (right, again), step, resumed = of_rank["between_roots"]
+        assert (step, resumed) == (3, 3)
+        trained.agree(again, right)
 
 
 def test_backward_passes_within_a_backward_make_one_step(played: list[dict[str, Any]]) -> None:

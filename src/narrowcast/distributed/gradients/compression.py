@@ -24,7 +24,7 @@ from narrowcast.distributed.collectives import AnyCodec
 from narrowcast.distributed.encoder import derive_seed, lossless
 from narrowcast.distributed.gradients import options
 from narrowcast.distributed.gradients import state as saved
-from narrowcast.distributed.gradients.ddp_buckets import DdpBucket
+from narrowcast.distributed.gradients.ddp_buckets import Order
 from narrowcast.distributed.gradients.error_feedback import redistribution
 from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals, holder_among
@@ -36,6 +36,7 @@ from narrowcast.distributed.gradients.parameters import Parameters
 from narrowcast.distributed.gradients.reduction import Bucket, Reduction
 from narrowcast.distributed.gradients.stats import PROBE_EVERY, BucketStats, Clock, GradientStats, Probe, log
 from narrowcast.distributed.gradients.timetable import Refresh, Schedule, Timetable, Travel
+from narrowcast.distributed.gradients.under_way import UnderWay
 from narrowcast.distributed.meshes import Given, everyone_in, meet_hosts, ranks_in, size_of
 from narrowcast.distributed.planning.planner import Plan, choose_codec
 from narrowcast.distributed.protocols import phases
@@ -105,10 +106,10 @@ class GradientCompression:
         self.parameters = Parameters(model, exempt)
         self._seed = checks.seed(seed)
         self.layouts: dict[object, list[ChunkLayout]] = {}  # how buckets are cut, by what ddp.py or fsdp/ knows them by
-        self.waiting: DdpBucket | None = None
+        self.order = Order()
         self.residuals: Residuals | None = None
         self.make_residuals: Callable[[Mode, Holder], Residuals] = Residuals
-        self._outcome, self._agreed = Outcome(), False
+        self._outcome, self._agreed, self.under_way = Outcome(), False, UnderWay()
         self.counted, self.clock, self._resumed_at = GradientStats(), Clock(), 0
         self._loaded: Mapping[str, Any] | None = None
 
@@ -260,8 +261,8 @@ class GradientCompression:
         """All that the next step of this rank depends on: numbers, strings and tensors. Every rank has its own."""
         meetings = {} if self.meetings is None else {"meetings": self.meetings.state()}
         settings = self.step, self._seed, self.codec, self.error_feedback, self.residuals, self.momentum is not None
-        loaded = self._loaded  # no bucket since
-        return {**(saved.taken(*settings) if loaded is None else loaded), "step": self.step, **meetings}
+        state = self._loaded or saved.taken(*settings)  # one that was loaded, where no bucket came since
+        return {**state, "step": self.step, **self.under_way.state(), **meetings}
 
     def load_state_dict(
         self,
@@ -282,8 +283,8 @@ class GradientCompression:
             self._use(codec, self.plan)
         self.step, self._seed = int(state["step"]), int(state["seed"])
         self.counted, self.clock, self._resumed_at = GradientStats(), Clock(), self.step
-        self._loaded = dict(state)
-        self._agreed = False  # on the step, for one
+        self._loaded, self._agreed = dict(state), False  # on the step, for one
+        self.under_way.load(state)
         if self.residuals is not None:
             self._take_residuals(state)
 

@@ -49,6 +49,7 @@ def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
     if state.momentum is not None and ddp.find_unused_parameters:
         state.momentum.leave_unused_alone()
     state.trainer = weakref.ref(ddp)
+    state.order.count_for(ddp)
     ddp.register_comm_hook(state, gradient_hook)
     if state.meetings is not None:
         local_updates.attach(ddp, state)
@@ -78,27 +79,28 @@ def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.
     except Exception as error:
         state.refuse(error, bucket.buffer().device)
         raise
+    index, last = state.order.place(bucket)
     if local_updates.is_alone(state):
-        return local_updates.keep(state, bucket)
-    ready = _as_ddp_bucket(bucket)
-    waiting = state.waiting if ready.index else None  # what waited in a backward that broke off waits no more
-    state.waiting = None
+        return local_updates.keep(state, bucket.buffer(), index, last)
+    ready, order = _as_ddp_bucket(bucket, index, last), state.order
+    waiting = order.waiting if index else None  # what waited in a backward that broke off waits no more
+    order.waiting = None
     if waiting is not None and not waiting.joins(ready):
         average_bucket(state, waiting).add_done_callback(waiting.settle)
         waiting = None
     ranks = size_of(state.process_group, "compress_gradients")
     if ready.waits(state.trainer(), state.travel_at(state.step).codec, ranks):
-        state.waiting = ready
+        order.waiting = ready
         return ready.averaged
     return average_bucket(state, ready, waiting)
 
 
-def _as_ddp_bucket(bucket: dist.GradBucket) -> DdpBucket:
+def _as_ddp_bucket(bucket: dist.GradBucket, index: int, last: bool) -> DdpBucket:
     buffer, parameters = bucket.buffer(), bucket.parameters()
     starts = [int(gradient.storage_offset() - buffer.storage_offset()) for gradient in bucket.gradients()]
     # A complex gradient lies in a real buffer as twice the elements, and DDP counts its place in complex ones.
     offsets = [start * reals_per_element(p) for start, p in zip(starts, parameters, strict=True)]
-    return DdpBucket(buffer, parameters, offsets, bucket.index(), bucket.is_last())
+    return DdpBucket(buffer, parameters, offsets, index, last)
 
 
 def average_bucket(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,6 +54,31 @@ class DdpBucket:
             self.averaged.set_exception(error)  # type: ignore[arg-type]
         else:
             self.averaged.set_result(self.buffer)
+
+
+class Order:
+    """The buckets of a backward, as they come."""
+
+    def __init__(self) -> None:
+        self.waiting: DdpBucket | None = None
+        self.tensors = 0
+        """How many parameters all buckets have together; 0 where DDP says which bucket is the last one."""
+        self._index = self._came = 0
+
+    def count_for(self, ddp: DistributedDataParallel) -> None:
+        """Count buckets for a DDP that does not: with `static_graph` it hands over all buckets of its first backward at
+        the end, each as the first one of several."""
+        self.tensors = ddp._get_ddp_logging_data()["num_parameter_tensors"] if ddp.static_graph else 0
+
+    def place(self, bucket: dist.GradBucket) -> tuple[int, bool]:
+        """The number of a bucket that comes, and whether it is the last one."""
+        index = bucket.index()
+        if not index and 0 < self._came < self.tensors:
+            index = self._index + 1
+        elif not index:
+            self._came = 0
+        self._index, self._came = index, self._came + len(bucket.parameters())
+        return index, bucket.is_last() or self._came == self.tensors
 
 
 class JoinedBuckets:

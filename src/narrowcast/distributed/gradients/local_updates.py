@@ -106,20 +106,20 @@ def begin(state: GradientCompression) -> None:
     state.meetings.begin()
 
 
-def keep(state: GradientCompression, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def keep(state: GradientCompression, buffer: Tensor, index: int, last: bool) -> torch.futures.Future[Tensor]:
     """What the hook does in such a step: the bucket as it is."""
-    meetings, buffer = state.meetings, bucket.buffer()
+    meetings = state.meetings
     assert meetings is not None
     group = None
     if size_of(state.process_group, "compress_gradients") > 1:
         group = state.agree(state.process_group, buffer)
         state.counted.plain_bytes += plain_bytes_of([buffer], group)
-    if bucket.index() == 0:
+    if index == 0:
         state.outcome_of(first=True)
     ends = meetings.is_last_step(state.step)
     if ends and group is not None:
         state.outcome_of(first=False).note(buffer)
-    if bucket.is_last():
+    if last:
         state.step += 1
         meetings.since += 1
         if ends and _all_are_finite(state, meetings, group):

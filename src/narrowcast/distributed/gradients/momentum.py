@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from narrowcast.distributed.gradients.error_feedback.outcome import Outcome
 from narrowcast.errors import CollectiveError, SpecError
@@ -66,6 +67,11 @@ def momentum_of(
             '"int2", "int4". Where the network is fast enough for none, leave momentum= out.'
         )
     return Momentum(optimizer, scaler)
+
+
+_hooks = WeakTensorKeyDictionary()
+"""Of each parameter the hook of the `Momentum` that watches it. Where a model was wrapped and compressed anew, that is
+the last one: another would take the marks of a step that was left out, and this one would not see it."""
 
 
 class Momentum:
@@ -109,7 +115,9 @@ class Momentum:
                 raise SpecError(f"momentum: {name} is complex. Name it in exempt=: its gradients then travel instead.")
         self.optimizer.expect_momentum(parameters.values(), scaled=self.scaler is not None)
         for parameter in parameters.values():
-            parameter.register_hook(self._before(parameter))
+            if parameter in _hooks:
+                _hooks[parameter].remove()
+            _hooks[parameter] = parameter.register_hook(self._before(parameter))
         self._watched.update(parameters.values())
 
     def _before(self, parameter: Tensor) -> Any:
@@ -118,7 +126,8 @@ class Momentum:
                 if parameter.grad is not None and bool(parameter.grad.any()):
                     self._accumulated = True
                 else:
-                    self._sent_in[parameter].left_out = True
+                    if parameter in self._sent_in:  # else it was sent before the model was wrapped anew
+                        self._sent_in[parameter].left_out = True
                     self.optimizer.take_gradient([parameter])
 
         return before_gradient

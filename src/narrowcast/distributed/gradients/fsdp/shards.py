@@ -58,7 +58,7 @@ def attach(model: nn.Module, state: GradientCompression, gather: AnyCodec | None
         raise SpecError(f"error_feedback={state.error_feedback!r}: {_NO_OWNER}")
     _agree(state, groups, codec)
     state.clock.handed_over()  # torch waits for each reduction where it asks for it
-    steps = Steps(state)
+    steps = Steps(state, groups)
     lonely = lonely_group() if replicated else None
     for group in groups:
         gathers = None if codec is None else ShardGather(state, group, codec)

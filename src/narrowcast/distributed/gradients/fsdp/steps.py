@@ -28,14 +28,9 @@ from narrowcast.distributed.transport.work import Work
 class Steps:
     """The steps of one model."""
 
-    def __init__(self, state: GradientCompression) -> None:
+    def __init__(self, state: GradientCompression, groups: Sequence[ParameterGroup]) -> None:
         self._state = state
-        self._step: int | None = None
-        self._reduced: set[int] = set()
-        """The parameter groups that have been reduced in this step."""
-        self._left_out: set[tuple[int, int]] = set()
-        """Those that a pass of this step found without a gradient, with the number of the pass. A block that is used
-        twice is found so before its gradient is there, but in the same pass."""
+        state.under_way.groups = [group.names for group in groups]
         self._outcome = Outcome()
         self._task, self._waiting = -1, -1
         """The pass in which a group was reduced last, and the one whose end is waited for: numbers of autograd's."""
@@ -44,23 +39,19 @@ class Steps:
 
     def step_of(self, parameters: ParameterGroup) -> tuple[int, Outcome]:
         """The number of the step in which a parameter group is being reduced, and its outcome."""
-        loaded = self._step is not None and self._state.step != self._step + 1
-        task = torch._C._current_graph_task_id()
-        before = any(index == parameters.index and its_task != task for index, its_task in self._left_out)
-        if self._step is None or loaded or before or parameters.index in self._reduced:
-            self._step = self._state.step
+        task, under_way = torch._C._current_graph_task_id(), self._state.under_way
+        if under_way.is_over(parameters.index, task):
+            under_way.begin(task)
             self._state.step += 1
-            self._reduced.clear()
-            self._left_out = {(index, its_task) for index, its_task in self._left_out if its_task == task}
             if self._outcome.complete or task != self._task:  # else one pass reduces it bit by bit
                 self._outcome = Outcome()
-        self._reduced.add(parameters.index)
+        under_way.reduced.add(parameters.index)
         self._outcome.complete, self._task = False, task
-        return self._step, self._outcome
+        return self._state.step - 1, self._outcome
 
     def leave_out(self, parameters: ParameterGroup) -> None:
         """A pass that reduces gradients came to a parameter group, and it has none."""
-        self._left_out.add((parameters.index, torch._C._current_graph_task_id()))
+        self._state.under_way.left_out.add((parameters.index, torch._C._current_graph_task_id()))
 
     def reduce(
         self,
@@ -108,7 +99,7 @@ class Steps:
         """A verdict reaches all ranks of a mesh when it goes through each of its dimensions, and all others by way of
         the larger group."""
         for members, device in sorted(self._take().items(), key=lambda item: item[0].size()):
-            exchange_verdicts(self._outcome, group_for(members, device, "gradients"), self._step or 0)
+            exchange_verdicts(self._outcome, group_for(members, device, "gradients"), self._state.step - 1)
         self._outcome.complete = True
 
     def _take(self) -> dict[dist.ProcessGroup, torch.device]:
