@@ -32,6 +32,17 @@ def lossless(dtype: torch.dtype) -> Codec:
     return as_codec(_LOSSLESS[dtype])
 
 
+EXACT = {dtype: lossless(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+"""Codecs whose rows are the elements as they are in memory, and no more than padding."""
+
+
+def bytes_of(elements: Tensor, codec: Codec, nbytes: int) -> Tensor | None:
+    """The memory of `elements` [numel], where that is their row of `nbytes` in this codec."""
+    if codec != EXACT.get(elements.dtype) or elements.nbytes != nbytes or not elements.is_contiguous():
+        return None
+    return elements.view(torch.uint8)
+
+
 def derive_seed(seed: int, *words: int) -> int:
     """The seed of one use among many of `seed`: the step, the rank, the stage, the part. 63 bits.
 

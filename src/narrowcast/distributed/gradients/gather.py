@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.distributed.collective import Collective
-from narrowcast.distributed.encoder import Encoder, lossless
+from narrowcast.distributed.encoder import Encoder, bytes_of, lossless
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.runs import exempt_runs, runs_of
 from narrowcast.distributed.protocols import pipeline
@@ -69,33 +69,42 @@ def _runs(encoder: Encoder, matrix: Tensor, mine: int, rows: Sequence[int], chun
 
 
 class GatheredChunk:
-    """A chunk on its way to all ranks. With `kept`, `inbox` [ranks, bytes] stays as it is for what comes later."""
+    """A chunk on its way to all ranks. With `kept`, `inbox` [ranks, bytes] stays as it is for what comes later.
+
+    Rows that are elements as they lie in memory go from where they are to their places.
+    """
 
     def __init__(self, collective: Collective, runs: Sequence[Run], index: int, *, kept: bool = False) -> None:
         self._collective, self._runs = collective, runs
         self._sizes = [encoder.codec.row_bytes(len(mine)) for encoder, mine, _ in runs]
-        self._open(sum(self._sizes), index, kept)
+        in_memory = None if kept or len(runs) != 1 else _rows_in_memory(*runs[0])
+        self._open(sum(self._sizes), index, kept, in_memory)
 
-    def _open(self, nbytes: int, index: int, kept: bool) -> None:
+    def _open(self, nbytes: int, index: int, kept: bool, in_memory: list[Tensor] | None = None) -> None:
         collective, shape = self._collective, (self._collective.size, nbytes)
-        if kept:
-            self.inbox = torch.empty(shape, dtype=torch.uint8, device=collective.group.device)
+        self._in_memory = in_memory is not None
+        if in_memory is not None:
+            self._mine, *self._rows_of = in_memory
         else:
-            slot = f"inbox {index % collective.wire.chunks}"
-            self.inbox = collective.encoder.take(slot, shape[0] * shape[1]).view(shape)
-        self._mine = self.inbox[collective.rank]
+            if kept:
+                self.inbox = torch.empty(shape, dtype=torch.uint8, device=collective.group.device)
+            else:
+                slot = f"inbox {index % collective.wire.chunks}"
+                self.inbox = collective.encoder.take(slot, shape[0] * shape[1]).view(shape)
+            self._rows_of = list(self.inbox)
+            self._mine = self._rows_of[collective.rank]
         self._rides_along = index == 0 and len(self._mine) <= collective.wire.eager
 
     def open(self) -> None:
         if self._rides_along:
             self._encode()
-            self._collective.agree(lambda peer: self._mine if len(self._mine) else None, list(self.inbox))
+            self._collective.agree(lambda peer: self._mine if len(self._mine) else None, self._rows_of)
         else:
             self._collective.agree()
 
     def expect(self) -> None:
         rank, nothing = self._collective.rank, self._mine[:0]
-        rows = [nothing if peer == rank or self._rides_along else row for peer, row in enumerate(self.inbox)]
+        rows = [nothing if peer == rank or self._rides_along else row for peer, row in enumerate(self._rows_of)]
         self._arrive: Callable[[], Iterator[int]] = self._collective.wire.expect(rows)
 
     def send(self) -> None:
@@ -112,11 +121,16 @@ class GatheredChunk:
         """Nothing comes back."""
 
     def _encode(self) -> None:
-        for (encoder, mine, _), data in zip(self._runs, self._mine.split(self._sizes), strict=True):
-            encoder.encode(mine[None], data, self._collective.rank)
+        if not self._in_memory:
+            for (encoder, mine, _), data in zip(self._runs, self._mine.split(self._sizes), strict=True):
+                encoder.encode(mine[None], data, self._collective.rank)
 
     def _decode(self, peer: int) -> None:
-        _decode(self._runs, peer, self.inbox[peer])
+        row = self._rows_of[peer]
+        if not self._in_memory:
+            _decode(self._runs, peer, row)
+        elif peer == self._collective.rank and row.data_ptr() != self._mine.data_ptr():
+            row.copy_(self._mine)
 
 
 class _PassedChunk(GatheredChunk):
@@ -136,6 +150,13 @@ class _PassedChunk(GatheredChunk):
         if peer != self._collective.rank:  # its own rows it has decoded before
             for runs, row in zip(self._of_places[peer], self.inbox[peer].view(self._rows.shape), strict=True):
                 _decode(runs, 0, row)
+
+
+def _rows_in_memory(encoder: Encoder, mine: Tensor, everyones: Sequence[Tensor]) -> list[Tensor] | None:
+    """The rows of `mine` and of `everyones`, where all of them are elements as they lie in memory."""
+    codec, nbytes = encoder.codec, encoder.codec.row_bytes(len(mine))
+    rows = [row for each in (mine, *everyones) if (row := bytes_of(each, codec, nbytes)) is not None]
+    return rows if len(rows) == 1 + len(everyones) else None
 
 
 def _decode(runs: Sequence[Run], peer: int, row: Tensor) -> None:

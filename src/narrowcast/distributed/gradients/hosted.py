@@ -102,15 +102,16 @@ class _SummedChunk(Chunk):
         self, bucket: HostBucket, collective: Collective, layout: ChunkLayout, share: Share, index: int
     ) -> None:
         self._summed, self._count = bucket.summed, index + 1
-        places = collective.size
-        self._here = here = SideBySide(collective, bucket.buffers, layout, index, places * len(share.exempt))
+        places, slots = collective.size, collective.wire.chunks + 1
+        self._here = here = SideBySide(collective, bucket.buffers, layout, index, places * len(share.exempt), slots)
         regions = (here.exempt, share.exempt), (here.matrix, share.matrix)
         segments = [
             Segment(collective.encoder, gradients.view(places, -1).unbind(), [sums.view(-1)] * places)
             for gradients, sums in regions
             if sums.numel()
         ]
-        super().__init__(collective, segments, index, divisor=1, keep_sums=True)
+        left = collective.wire.chunks * (places - 1) >= collective.wire.turns  # all rows, when the memory is used again
+        super().__init__(collective, segments, index, divisor=1, keep_sums=True, from_memory=left)
 
     def prepare(self) -> None:
         self._here.gather_exempt()

@@ -16,7 +16,7 @@ from narrowcast.distributed.gradients.layout import ChunkLayout
 
 
 class SideBySide:
-    """Memory of a collective for a chunk of `buffers`, each flat, which a later chunk uses again."""
+    """Memory of a collective for a chunk of `buffers`, each flat, which the chunk after `slots` others uses again."""
 
     def __init__(
         self,
@@ -25,9 +25,10 @@ class SideBySide:
         layout: ChunkLayout,
         index: int,
         exempt_numel: int | None = None,
+        slots: int = 0,
     ) -> None:
         self._buffers, self._layout = buffers, layout
-        self._collective, self._slot = collective, index % collective.wire.chunks
+        self._collective, self._slot = collective, index % (slots or collective.wire.chunks)
         numel = layout.exempt_numel
         self.exempt = self._memory("exempt", numel if exempt_numel is None else exempt_numel)
         """[numel], or more: the rest is padding."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowcast.codecs import Codec
 from narrowcast.distributed.collective import Collective
-from narrowcast.distributed.encoder import derive_seed, lossless
+from narrowcast.distributed.encoder import EXACT, derive_seed
 from narrowcast.distributed.protocols import one_way, phases, pipeline, two_stage
 from narrowcast.distributed.protocols.phases import Progress
 from narrowcast.distributed.protocols.pipeline import Chunk, Segment, reduce
@@ -29,9 +29,6 @@ from narrowcast.distributed.transport.hosts import Hosts
 from narrowcast.distributed.transport.lane import Lane
 from narrowcast.distributed.transport.refusal import Refusing
 from narrowcast.kernels.reference import casts
-
-EXACT = {dtype: lossless(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-"""Codecs whose rows are the elements as they are in memory."""
 
 CHUNK, HOST_CHUNK = 1 << 20, 1 << 16
 """Elements of a part that travel together; with more than 16 hosts, as many as make so many for each, since each host's
@@ -150,15 +147,9 @@ class _SummedChunk(Chunk):
 
     def __init__(self, reduction: _Reduction, collective: Collective, index: int) -> None:
         self._summed, self._end, cut = reduction.summed, index + 1, reduction.cuts[index]
-        self._as_is = reduction.as_is
         parts, sums = [part[cut] for part in reduction.parts], [reduction.mine[cut]] * collective.size
-        super().__init__(collective, [Segment(collective.encoder, parts, sums, index)], index, 1, keep_sums=True)
-
-    def _encode(self, peer: int) -> Tensor:
-        part = self.segments[0].parts[peer]
-        if self._as_is and part.nbytes == self.sizes[peer]:
-            return part.view(torch.uint8)  # nothing is written over it in this phase
-        return super()._encode(peer)
+        segments = [Segment(collective.encoder, parts, sums, index)]
+        super().__init__(collective, segments, index, 1, keep_sums=True, from_memory=True)
 
     def receive(self) -> None:
         super().receive()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.distributed.collective import Collective
-from narrowcast.distributed.encoder import Encoder
+from narrowcast.distributed.encoder import Encoder, bytes_of
 from narrowcast.distributed.transport.wire import IN_ADVANCE
 
 
@@ -77,6 +77,10 @@ class Segment:
         """Encode the part of `peer`, as `rank`, into the bytes `out`."""
         self.encoder.encode(self.parts[peer][None], out, rank, peer, *self.key)
 
+    def row_in_memory(self, peer: int) -> Tensor | None:
+        """The row of the part of `peer`, where it is the part as it lies in memory."""
+        return bytes_of(self.parts[peer], self.encoder.codec, self.sizes[peer])
+
     def sent(self) -> None:
         """Called once every part is encoded, while the bytes are still there."""
 
@@ -99,7 +103,8 @@ class Chunk:
     """Segments that travel in one message to each peer.
 
     With `keep_sums`, each owner keeps its sum to itself. With `eager`, the first chunk travels with the header where it
-    is small enough.
+    is small enough. `from_memory` says that parts stay as they are until their rows have left: those that are rows as
+    they lie in memory are not copied.
     """
 
     def __init__(
@@ -111,8 +116,10 @@ class Chunk:
         *,
         keep_sums: bool = False,
         eager: bool = True,
+        from_memory: bool = False,
     ) -> None:
         self.collective = collective
+        self._from_memory = from_memory and len(segments) == 1
         self.segments = segments
         self.rank = collective.rank
         self.divisor = divisor
@@ -211,6 +218,9 @@ class Chunk:
 
     def _encode(self, peer: int) -> Tensor:
         """The row for a peer."""
+        row = self.segments[0].row_in_memory(peer) if self._from_memory else None
+        if row is not None:
+            return row
         out = self.collective.next_row(self.sizes[peer])
         for segment, row in zip(self.segments, self._rows(out, peer), strict=True):
             segment.encode(self.rank, peer, row)
