@@ -153,6 +153,17 @@ def test_rows_of_x_may_lie_further_apart_than_32_bits_count(kernel: Kernel) -> N
 
 
 @here
+@pytest.mark.untried
+@pytest.mark.parametrize("spec", ["int8", "int4:block=row", "nf4", "fp8_e4m3:scale=none", "sign"])
+def test_rows_without_elements_are_left_to_the_caller(kernel: Kernel, spec: str) -> None:
+    recipe = nc.codec(spec).recipe(torch.device(DEVICE))
+    data = torch.empty(4, 0, dtype=torch.uint8, device=DEVICE)
+    for batch in (1, 50):
+        out, x = (torch.empty(batch, columns, dtype=torch.float16, device=DEVICE) for columns in (4, 0))
+        assert not kernel.linear(out, x, data, recipe, None)
+
+
+@here
 def test_large_batches_and_fp64_are_left_to_the_caller(kernel: Kernel) -> None:
     codec = nc.codec("int8")
     recipe = codec.recipe(torch.device(DEVICE))
