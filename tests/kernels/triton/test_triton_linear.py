@@ -141,6 +141,7 @@ def test_a_block_that_is_not_finite_spoils_its_own_output_alone(kernel: Kernel) 
 
 
 @here
+@pytest.mark.untried
 def test_rows_of_x_may_lie_further_apart_than_32_bits_count(kernel: Kernel) -> None:
     """As the last positions of five sequences do, which an output matrix is multiplied by."""
     codec, apart = nc.codec("int3"), 2**31 // 4 + 64
@@ -185,6 +186,29 @@ def test_the_same_call_gives_the_same_bits_also_from_a_graph(spec: str, batch: i
     graph, out = torch.cuda.CUDAGraph(), torch.empty_like(first)
     with torch.cuda.graph(graph):
         out.copy_(codec.linear(x, data))
+    graph.replay()
+    assert torch.equal(out, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+@pytest.mark.untried
+@pytest.mark.parametrize(("spec", "dtype"), [("nf4", torch.float16), ("apot4:scale=fp32", torch.bfloat16)])
+def test_tables_that_a_graph_makes_are_its_own(spec: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are fp32: neither scales are numbers of x's dtype. Calls before the first replay must not read them."""
+    from narrowcast.kernels.cuda import formats
+
+    codec, x = nc.codec(spec), torch.randn(64, 512, device="cuda", dtype=dtype)
+    data = codec.encode(torch.randn(256, 512, device="cuda"))
+    first = codec.linear(x, data)  # compiles
+    monkeypatch.setattr(formats, "_tables", {})
+    one = codec.linear(x[:1], data)  # by another kernel, and with other tables
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(first)
+    with torch.cuda.graph(graph):
+        out.copy_(codec.linear(x, data))
+    assert torch.equal(codec.linear(x, data), first)
+    assert torch.equal(codec.linear(x[:1], data), one)
+    out.zero_()
     graph.replay()
     assert torch.equal(out, first)
 
