@@ -7,10 +7,10 @@ BIN    := $(VENV)/bin
 WORKERS ?= 2
 CORE   := CMakeLists.txt $(wildcard src/narrowcast/kernels/cpu/core/*)
 
-.PHONY: help demo test coverage lint format docs soak gpu bench linear quality wire training sanitize clean
+.PHONY: help demo test coverage lint format docs soak gpu-check gpu bench linear quality wire training sanitize clean
 
 help:            ## say what there is
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
 
 # torch comes first, by its exact version: a range would pull a GPU build where a CPU one is meant. What builds the core
 # stays in the environment, so that a second install compiles nothing again.
@@ -57,10 +57,31 @@ soak: $(VENV)/.dev       ## what is long or large: tensors past 2**31 elements, 
 	$(BIN)/pytest -m soak --timeout 3600
 	NARROWCAST_FUZZ=60 $(BIN)/pytest tests/fuzz --timeout 7200
 
-gpu: $(VENV)/.dev        ## the kernels on a real GPU
-	$(BIN)/pytest tests/kernels/triton tests/nn tests/distributed/test_cuda.py
-	$(BIN)/pytest tests/distributed/test_nccl_ranks.py
-	$(BIN)/pytest -m gpu tests/distributed/transport/test_wire_contract.py tests/distributed/gradients/test_fsdp_cuda.py tests/compat tests/generate
+# On a machine that only lends its GPU, with its own Python (torch, Triton, pytest): nothing is installed or fetched, and
+# nothing is timed. First what no GPU has run yet (marked `untried`), then from short to long; a part that fails or hangs
+# leaves the others their turn. A session of 30 minutes, where a command may run for ten:
+#   1. make gpu-check, of which ten minutes may see the first parts alone; keep what it prints: 2>&1 | tee $$OUT/log
+#   2. the parts that it did not come to: make gpu-check GPU_FROM=2 (to 5)
+#   3. what failed, by name, with what step 1 printed at hand; then take the marks off
+# Without pytest there: pip install --target build/pytest pytest on a machine that has a network, and bring that folder.
+GPU_PYTHON ?= python3
+GPU_FROM   ?= 1
+GPU_PYTEST := NARROWCAST_CORE=$(CURDIR)/build/gpu/_narrowcast_core.so PYTHONPATH=$(CURDIR)/src:$(CURDIR)/build/pytest timeout -k 10 \
+	600 $(GPU_PYTHON) -m pytest -o addopts=-q --continue-on-collection-errors --durations 5
+gpu-check:       ## the tests that need a GPU, with the Python of the machine, and no benchmark
+	cmake -S . -B build/gpu -DCMAKE_BUILD_TYPE=Release
+	cmake --build build/gpu --parallel
+	@failed=; \
+	part() { if [ $$1 -ge $(GPU_FROM) ]; then shift; $(GPU_PYTEST) -m "$$@" || failed="$$failed; $$*"; fi; }; \
+	part 1 untried tests/kernels tests/optim tests/generate tests/cli/test_generate.py tests/distributed/test_nccl_ranks.py; \
+	part 2 "gpu and not untried" tests/test_golden.py tests/generate tests/compat tests/kernels/operators tests/test_compile.py; \
+	part 3 "not untried and not soak" tests/kernels/triton; \
+	part 4 "gpu and not untried" tests/distributed; \
+	part 5 "gpu and not untried" tests/nn tests/codecs tests/checkpoint; \
+	test -z "$$failed" || { echo "failed: $${failed#; }"; exit 1; }
+
+gpu: $(VENV)/.dev        ## the kernels on a real GPU: every test, and the benchmarks
+	$(MAKE) gpu-check GPU_PYTHON=$(BIN)/python
 	$(BIN)/python bench/gpu.py
 	$(BIN)/python bench/gpu_linear.py
 	$(BIN)/python bench/gpu_row.py

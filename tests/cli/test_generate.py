@@ -29,31 +29,38 @@ def invoke(*words: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_text_is_streamed_and_is_what_json_says(folder: Path) -> None:
-    words = (str(folder), "--prompt", "Grüße, ", "--max-new-tokens", "24", "--codec", "int8")
+@pytest.mark.untried
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_text_is_streamed_and_is_what_json_says(folder: Path, device: str, dtype: str) -> None:
+    words = (str(folder), "--prompt", "Grüße, ", "--max-new-tokens", "24", "--codec", "int8", "--dtype", dtype)
+    words += ("--device", device)
     code, said, figures = invoke(*words)
-    assert code == 0
+    assert code == 0, figures
     assert "24 tokens; the first after" in figures
     code, summary, _ = invoke(*words, "--json")
     known = json.loads(summary)
     assert said == f"Grüße, {known['texts'][0]}\n"
     assert known["tokens"] == [24]
     assert known["tokens_per_second"] > 0
+    assert invoke(*words, "--no-cuda-graph")[1] == said
 
 
-def test_a_quantized_folder_writes_what_quantizing_first_writes(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.untried
+def test_a_quantized_folder_writes_what_quantizing_first_writes(folder: Path, tmp_path: Path, device: str) -> None:
     target = tmp_path / "int8"
     assert CliRunner().invoke(app, ["quantize", str(folder), str(target)]).exit_code == 0
-    arguments = ("--prompt", "one", "--prompt", "another", "--max-new-tokens", "12", "--json")
+    arguments = ("--prompt", "one", "--prompt", "another", "--max-new-tokens", "12", "--json", "--device", device)
     _, here, _ = invoke(str(folder), "--codec", "int8", *arguments)
     _, there, _ = invoke(str(target), *arguments)
     assert json.loads(here)["texts"] == json.loads(there)["texts"]
     assert json.loads(here)["weight_bytes"] == json.loads(there)["weight_bytes"]
 
 
-def test_random_weights_show_figures_and_no_text() -> None:
-    code, said, figures = invoke("--random", "110m", "--codec", "int4", "--max-new-tokens", "2", "--batch", "2")
-    assert (code, said) == (0, "")
+@pytest.mark.untried
+def test_random_weights_show_figures_and_no_text(device: str) -> None:
+    words = ("--random", "110m", "--codec", "int4", "--max-new-tokens", "2", "--batch", "2", "--device", device)
+    code, said, figures = invoke(*words)
+    assert (code, said) == (0, ""), figures
     assert "4 tokens; " in figures
     assert "MB, cache" in figures
 

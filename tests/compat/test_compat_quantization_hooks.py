@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks, some of which are defined here.
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -215,6 +216,10 @@ def test_hooks_registered_by_type_are_as_close_as_pytorchs_tests_ask(played: Pla
     assert played(2, registered_by_type) == [None] * 2
 
 
+@pytest.mark.skipif(
+    "fut.wait()[0]" not in inspect.getsource(theirs.quantization_pertensor_hook),
+    reason="this torch's hooks take one bucket on gloo (2.15 does)",
+)
 def test_pytorchs_own_hooks_crash_on_gloo() -> None:
     for found in run(2, play, 2, [pytorchs_pertensor, pytorchs_perchannel]):
         assert ["IndexError" in repr(error) for error in found.values()] == [True, True]

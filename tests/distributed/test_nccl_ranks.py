@@ -305,6 +305,60 @@ def test_a_call_that_one_rank_refuses_keeps_nobody_waiting() -> None:
     assert all(told)
 
 
+def _refused_behind(rank: int, codec: str, first: bool) -> list[str]:
+    """One rank refuses a call while the stream has yet to come to the one before it: that one ends on all ranks."""
+    x = torch.full((1 << 20,), float(rank), device="cuda")
+    if not first:  # ranks have agreed on it before
+        ncd.all_reduce(x.clone(), codec=codec)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    start = time.monotonic()
+    work = ncd.all_reduce(x, codec=codec, async_op=True)
+    told = []
+    try:
+        ncd.all_reduce(torch.ones(65, dtype=torch.int64 if rank == 0 else torch.float32, device="cuda"))
+    except NarrowcastError as error:
+        told.append(str(error))
+    try:
+        work.wait()
+    except CollectiveError as error:
+        told.append(str(error))
+    assert time.monotonic() - start < 20.0
+    y = torch.full((64,), float(rank), device="cuda")
+    ncd.all_reduce(y, codec="raw")
+    assert float(y[3]) == sum(range(dist.get_world_size()))
+    return told
+
+
+@pytest.mark.untried
+@pytest.mark.parametrize("codec", ["int8", "raw"])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_call_that_waits_on_the_stream_raises_on_all_ranks_where_one_refuses_the_next(
+    codec: str, first: bool
+) -> None:
+    for told in run(3, _refused_behind, codec, first, nccl=True, timeout=100, group_timeout=40):
+        assert len(told) == 2, told
+        assert "rank 0 failed" in told[1], told
+
+
+def _written_outside_of_inference(rank: int) -> None:
+    world = dist.get_world_size()
+    with torch.inference_mode():
+        x, out = (torch.full((world << 15,), float(rank), device="cuda") for _ in range(2))
+        y = torch.full((1000,), float(rank), device="cuda")
+    ncd.all_reduce(y, codec="int8")
+    assert float(y[7]) == sum(range(world))
+    ncd.all_to_all_single(out, x, codec="raw")
+    assert [float(part[5]) for part in out.chunk(world)] == list(range(world))
+    ncd.all_reduce(x, codec="raw")
+    assert float(x[-1]) == sum(range(world))
+
+
+@pytest.mark.untried
+def test_tensors_of_inference_mode_are_written_outside_of_it_over_nccl() -> None:
+    run(2, _written_outside_of_inference, nccl=True, timeout=100, group_timeout=60)
+
+
 def _differing(rank: int) -> str:
     ncd.all_reduce(torch.ones(64, device="cuda"), codec="raw")
     try:

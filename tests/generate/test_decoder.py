@@ -129,12 +129,13 @@ def test_what_is_of_several_codecs_is_not_joined_and_said_so() -> None:
     assert len(generate(decoder, [[1]], 3, stop_at_end=False).run()[0]) == 3
 
 
-def test_gradients_flow_through_a_decoder_that_has_written() -> None:
-    decoder = random_decoder(Shape(64, 1, 4, 128, 32), dtype=torch.float32)
+@pytest.mark.untried
+def test_gradients_flow_through_a_decoder_that_has_written(device: str) -> None:
+    decoder = random_decoder(Shape(64, 1, 4, 128, 32), dtype=torch.float32, device=device)
     generate(decoder, [[1, 2]], 3).run()
     decoder.requires_grad_(True)
-    cache = Cache(decoder.shape, 1, 3, torch.float32, torch.device("cpu"))
-    decoder.prefill(torch.tensor([1, 2, 3]), cache, 0).sum().backward()
+    cache = Cache(decoder.shape, 1, 3, torch.float32, torch.device(device))
+    decoder.prefill(torch.tensor([1, 2, 3], device=device), cache, 0).sum().backward()
     gradient = decoder.model.layers[0].self_attn.q_proj.weight.grad
     assert gradient is not None
     assert gradient.isfinite().all()

@@ -65,29 +65,33 @@ def test_reading_one_step_behind_gives_the_same_texts(end: int | None, monkeypat
     assert Behind.begun <= max(map(len, expected))
 
 
+@pytest.mark.untried
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_weight_that_is_nan_ends_a_generation_in_words(
-    behind: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
+    device: str, behind: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, sampling = random_decoder(SHAPE, dtype=torch.float32), Sampling(temperature)
-    words = generate(decoder, [[3]], 2, sampling).run()[0]
-    if behind:
+    """Read behind; on a GPU, out of a graph."""
+    decoder, sampling = random_decoder(SHAPE, dtype=torch.float32).to(device), Sampling(temperature)
+    written = [3, *generate(decoder, [[3]], 2, sampling, cuda_graph=behind).run()[0]]
+    if behind and device == "cpu":
         read_behind(monkeypatch)
-    for number, token in enumerate([3, *words]):
-        weights = decoder.model.embed_tokens.weight.detach()
+    for token in written:
+        weights, number = decoder.model.embed_tokens.weight.detach(), written.index(token)
         kept = weights[token].clone()
         weights[token] = torch.nan
-        generation = generate(decoder, [[3]], 4, sampling)
+        generation = generate(decoder, [[3]], 4, sampling, cuda_graph=behind)
         with pytest.raises(LogitsError, match=f"sequence 0 has logits of NaN or infinity after {number} new tokens"):
             generation.run()
-        assert generation.tokens == [words[:number]]
+        assert generation.tokens == [written[1 : number + 1]]
         weights[token] = kept
+    assert generate(decoder, [[3]], 2, sampling, cuda_graph=behind).run() == [written[1:]]
 
 
+@pytest.mark.untried
 @pytest.mark.parametrize("logit", [float("inf"), -float("inf")])
-def test_no_token_is_drawn_from_infinite_logits(logit: float) -> None:
-    decoder = random_decoder(SHAPE, dtype=torch.float32)
+def test_no_token_is_drawn_from_infinite_logits(device: str, logit: float) -> None:
+    decoder = random_decoder(SHAPE, dtype=torch.float32).to(device)
     decoder.lm_head.register_forward_hook(lambda module, given, logits: torch.full_like(logits, logit))
     with pytest.raises(LogitsError, match="logits of NaN or infinity"):
         generate(decoder, [[3]], 2, Sampling(0.7)).run()

@@ -253,6 +253,15 @@ def test_without_tiles_of_its_own_avx2_decodes_from_smaller_batches_on(
         assert takes == (has_tiles or batch <= most["avx2" if isa == "avx2" else "other"]), spec
 
 
+@pytest.mark.parametrize("spec", ["int8", "int4", "nf4", "apot4", "bf16", "int8:block=24"])
+def test_rows_that_are_one_and_the_same_are_multiplied_alike(kernel: binding.Native, spec: str) -> None:
+    codec, dtype = nc.codec(spec), torch.bfloat16
+    data = codec.encode(randn(1, 500)).expand(21, -1)
+    for batch in (1, 3):
+        x = randn(batch, 500, dtype=dtype)
+        assert torch.equal(multiplied(kernel, codec, x, data), multiplied(kernel, codec, x, data.contiguous()))
+
+
 def test_nothing_to_multiply_leaves_the_bias() -> None:
     codec, bias = nc.codec("int8"), randn(4)
     assert torch.equal(codec.linear(torch.empty(3, 0), codec.encode(torch.empty(4, 0)), bias), bias.expand(3, 4))

@@ -141,6 +141,7 @@ def test_a_block_that_is_not_finite_spoils_its_own_output_alone(kernel: Kernel) 
 
 
 @here
+@pytest.mark.untried
 def test_rows_of_x_may_lie_further_apart_than_32_bits_count(kernel: Kernel) -> None:
     """As the last positions of five sequences do, which an output matrix is multiplied by."""
     codec, apart = nc.codec("int3"), 2**31 // 4 + 64
@@ -150,6 +151,17 @@ def test_rows_of_x_may_lie_further_apart_than_32_bits_count(kernel: Kernel) -> N
     out = torch.empty(5, 16, dtype=torch.float16, device=DEVICE)
     assert kernel.linear(out, x, data, recipe, None)
     assert torch.equal(out, (x.double() @ codec.decode(data, 64).double().t()).to(torch.float16))
+
+
+@here
+@pytest.mark.untried
+@pytest.mark.parametrize("spec", ["int8", "int4:block=row", "nf4", "fp8_e4m3:scale=none", "sign"])
+def test_rows_without_elements_are_left_to_the_caller(kernel: Kernel, spec: str) -> None:
+    recipe = nc.codec(spec).recipe(torch.device(DEVICE))
+    data = torch.empty(4, 0, dtype=torch.uint8, device=DEVICE)
+    for batch in (1, 50):
+        out, x = (torch.empty(batch, columns, dtype=torch.float16, device=DEVICE) for columns in (4, 0))
+        assert not kernel.linear(out, x, data, recipe, None)
 
 
 @here
@@ -174,6 +186,29 @@ def test_the_same_call_gives_the_same_bits_also_from_a_graph(spec: str, batch: i
     graph, out = torch.cuda.CUDAGraph(), torch.empty_like(first)
     with torch.cuda.graph(graph):
         out.copy_(codec.linear(x, data))
+    graph.replay()
+    assert torch.equal(out, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+@pytest.mark.untried
+@pytest.mark.parametrize(("spec", "dtype"), [("nf4", torch.float16), ("apot4:scale=fp32", torch.bfloat16)])
+def test_tables_that_a_graph_makes_are_its_own(spec: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are fp32: neither scales are numbers of x's dtype. Calls before the first replay must not read them."""
+    from narrowcast.kernels.cuda import formats
+
+    codec, x = nc.codec(spec), torch.randn(64, 512, device="cuda", dtype=dtype)
+    data = codec.encode(torch.randn(256, 512, device="cuda"))
+    first = codec.linear(x, data)  # compiles
+    monkeypatch.setattr(formats, "_tables", {})
+    one = codec.linear(x[:1], data)  # by another kernel, and with other tables
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(first)
+    with torch.cuda.graph(graph):
+        out.copy_(codec.linear(x, data))
+    assert torch.equal(codec.linear(x, data), first)
+    assert torch.equal(codec.linear(x[:1], data), one)
+    out.zero_()
     graph.replay()
     assert torch.equal(out, first)
 

@@ -254,3 +254,12 @@ def test_integer_layers_have_the_derivatives_of_the_trained_ones(kind: str, bias
     torch.testing.assert_close(
         torch.autograd.grad(y, point, torch.ones_like(y))[0], outputs[1][0], rtol=1e-4, atol=1e-4
     )
+
+
+def test_a_compiled_backward_pass_gives_the_gradients_of_an_eager_one() -> None:
+    model, _, x, _ = encoded_and_float("two layers")
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: model(x).square().sum().backward(), backend="eager")()
+    assert_same(x.grad, expected)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
 from torch.library import register_vmap
 from torch.utils._pytree import tree_map
 
@@ -48,7 +49,9 @@ def differentiable(name: str, rule: Rule) -> None:
         with torch._C._AutoDispatchBelowAutograd():
             return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
-    class Derivative(torch.autograd.Function):
+    class Derivative(_SingleLevelFunction):  # what torch itself makes of a Function for each transform
+        _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
+
         @staticmethod
         def forward(keyset: Any, *arguments: Any) -> Any:
             # A transform around this one, which torch has switched off for the body of a Function, is to see it too.
@@ -77,7 +80,7 @@ def differentiable(name: str, rule: Rule) -> None:
             return below(keyset, *arguments)
         # Torch calls this kernel once for each transform, so that each is one level of its own.
         with enable_single_level_autograd_function():
-            return super(torch.autograd.Function, Derivative).apply(keyset, *arguments)  # type: ignore[no-untyped-call]
+            return Derivative.apply(keyset, *arguments)  # type: ignore[attr-defined]
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 

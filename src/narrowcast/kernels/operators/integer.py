@@ -85,7 +85,8 @@ def integer_conv(
     """
     if unwatched(x):
         return _run(x, scale, grid, weight, factor, bias, window)
-    return torch.ops.narrowcast.integer_conv(x, scale, *grid, weight, factor, bias, window)  # type: ignore[no-any-return]
+    steps = list(window)  # torch 2.11's compiler gives an operator no tuple with names
+    return torch.ops.narrowcast.integer_conv(x, scale, *grid, weight, factor, bias, steps)  # type: ignore[no-any-return]
 
 
 def _run(

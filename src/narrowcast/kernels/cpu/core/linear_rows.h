@@ -141,6 +141,7 @@ void read_scales(const Spec& spec, const uint8_t* const* rows, int count, float*
 // and far enough to come in time: below 8 KB it does not, on Zen 4. Into the first level it takes longer than not at all.
 inline int64_t fetch_ahead(int64_t stride) {
     const int64_t quad = ROWS * stride;
+    if (quad == 0) return 0;  // one row, over and over
     return quad * ((12287 + quad) / quad);
 }
 
