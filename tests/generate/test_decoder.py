@@ -240,6 +240,19 @@ def test_draws_come_from_the_tokens_that_are_allowed(options: dict[str, Any], al
     assert torch.equal(drawn, sampling.choose(logits, sampling.generator(torch.device("cpu"))))
 
 
+@pytest.mark.parametrize("options", [{"top_p": 0.5}, {"top_p": 0.25}, {"top_k": 3, "top_p": 0.6}, {"top_k": 3}])
+def test_of_equally_likely_tokens_those_that_transformers_keeps_are_drawn(options: dict[str, Any]) -> None:
+    for logits in (torch.zeros(1, 8), torch.tensor([[1.0, 2.0, 1.0, 2.0, 2.0, 0.0, 1.0, 2.0]])):
+        kept = transformers.TemperatureLogitsWarper(0.7)(None, logits)
+        if "top_k" in options:
+            kept = transformers.TopKLogitsWarper(options["top_k"])(None, kept)
+        if "top_p" in options:
+            kept = transformers.TopPLogitsWarper(options["top_p"])(None, kept)
+        sampling = Sampling(temperature=0.7, **options)
+        drawn = sampling.choose(logits.expand(2000, 8), sampling.generator(logits.device))
+        assert set(drawn.tolist()) == set(kept[0].isfinite().nonzero().flatten().tolist())
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2, "top_p": 0.5}])
 def test_no_token_is_chosen_where_logits_are_nan(options: dict[str, Any]) -> None:
     logits = torch.tensor([[1.0, 9.0, -3.0], [1.0, torch.nan, -3.0], [torch.nan] * 3, [-60.0, -70.0, 60.0]])
