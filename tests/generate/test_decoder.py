@@ -311,6 +311,21 @@ def test_what_is_no_decoder_is_refused_with_the_way_to_get_one() -> None:
         generate(nn.Linear(2, 2), [[1]])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_a_decoder_whose_second_layer_accelerate_keeps_on_disk_writes_the_same(
+    codec: str | None, tmp_path: Path
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    decoder = random_decoder(Shape(64, 2, 4, 128, 32), dtype=torch.float32)
+    if codec is not None:
+        nc.quantize_(decoder, codec)
+    expected = generate(decoder, PROMPTS_32, 6).run()
+    here = dict.fromkeys(("model.embed_tokens", "model.norm", "lm_head", "model.layers.0"), "cpu")
+    accelerate.dispatch_model(decoder, here | {"model.layers.1": "disk"}, main_device="cpu", offload_dir=tmp_path)
+    assert decoder.model.layers[1].mlp.down_proj.weight.is_meta
+    assert generate(decoder, PROMPTS_32, 6).run() == expected
+
+
 WRONG_SAMPLINGS: list[dict[str, Any]] = [
     *({"temperature": value} for value in (-1.0, float("nan"), float("inf"), 1e-40)),  # divided by 1e-40, all is inf
     *({"temperature": None}, {"temperature": "1"}, {"top_p": "0.9"}),

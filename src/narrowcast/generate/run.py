@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from narrowcast.errors import DtypeError, LogitsError, ModelKindError, ShapeError, SpecError
 from narrowcast.generate.cache import Cache
-from narrowcast.generate.decoder import MLP, Attention, Decoder
-from narrowcast.generate.kernels import is_untouched, kernels_for
+from narrowcast.generate.decoder import MLP, Attention, Body, Decoder, Layer
+from narrowcast.generate.kernels import is_changed, is_untouched, kernels_for
 from narrowcast.generate.layers import whole_layers
 from narrowcast.generate.sampling import NONE, Sampling
 from narrowcast.generate.steps import Choice, Eager, Graph, Steps
 from narrowcast.nn.modules.embedding import Embedding
 
 Prompt = Sequence[int] | Tensor
+OF_PROMPTS = ("mix", "turned", "attend")
+"""Methods of `Layer` and `Attention` that read a prompt, and no single token."""
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32)
 
 
@@ -78,6 +80,7 @@ class Generation:
                 f"max_new_tokens={max_new_tokens}: the longest prompt and its continuation take {longest} positions, "
                 f"and the model was made for {decoder.shape.context}. Ask for fewer tokens, or shorten the prompt."
             )
+        _check_calls(decoder)
         _check_dtypes(decoder, device)
         dtype = decoder.model.norm.weight.dtype
         self._cache = Cache(decoder.shape, len(self._prompts), longest, dtype, device)
@@ -215,6 +218,30 @@ def _as_tokens(prompt: Prompt, number: int, words: int, device: torch.device) ->
             "from another model's tokenizer."
         )
     return tokens
+
+
+def _check_calls(decoder: Decoder) -> None:
+    """Refuse what would not run, or for prompts alone: hooks of modules whose methods are called, not they themselves,
+    and methods of a subclass in whose place `Layer.advance` does the same for one token.
+
+    Accelerate gives every module a forward (and `_hf_hook`); what it does for those inside is enough.
+    """
+    for name, module in decoder.named_modules():
+        never_called = isinstance(module, Decoder | Body | Layer | Attention) and not hasattr(module, "_hf_hook")
+        if never_called and is_changed(module):
+            raise ModelKindError(
+                f"decoder: {name or 'it'}, a {type(module).__name__}, has hooks or a forward of its own, which would "
+                "not run: a generation calls what is inside. Put them on its linear layers, norms or mlp."
+            )
+        if not isinstance(module, Layer) or type(module).advance is not Layer.advance:
+            continue
+        for part, own in ((module, Layer), (module.self_attn, Attention)):
+            changed = [each for each in OF_PROMPTS if getattr(type(part), each, None) is not getattr(own, each, None)]
+            if changed:
+                raise ModelKindError(
+                    f"decoder: {type(part).__name__}.{changed[0]} of {name} would run for prompts alone. A subclass of "
+                    "Layer that changes what a layer does needs an advance(), which reads one token, too."
+                )
 
 
 def _check_dtypes(decoder: Decoder, device: torch.device) -> None:
