@@ -326,6 +326,16 @@ def test_a_decoder_whose_second_layer_accelerate_keeps_on_disk_writes_the_same(
     assert generate(decoder, PROMPTS_32, 6).run() == expected
 
 
+@pytest.mark.parametrize("name", ["", "lm_head", "model.layers.0.mlp.down_proj", "model.norm"])
+def test_a_decoder_without_numbers_is_refused_with_the_way_to_load_them(name: str) -> None:
+    decoder = random_decoder(Shape(64, 1, 4, 128, 32), dtype=torch.float32)
+    decoder.get_submodule(name).to("meta")
+    with pytest.raises(
+        nc.errors.ModelKindError, match=rf"such as {name or 'model'}\..*on the meta device.*load_decoder"
+    ):
+        generate(decoder, [[1]])
+
+
 WRONG_SAMPLINGS: list[dict[str, Any]] = [
     *({"temperature": value} for value in (-1.0, float("nan"), float("inf"), 1e-40)),  # divided by 1e-40, all is inf
     *({"temperature": None}, {"temperature": "1"}, {"top_p": "0.9"}),
