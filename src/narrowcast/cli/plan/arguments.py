@@ -34,8 +34,8 @@ def parse_amount(
         known = ", ".join(name for name in units if name)
         refuse(f"{option} {text!r}: expected a number and a unit ({known}), such as {example}.")
     value = float(match[1]) * units[unit]
-    if value < least:
-        refuse(f"{option} {text!r}: must be at least {least:g}. Write, for example, {example}.")
+    if not least <= value < float("inf"):
+        refuse(f"{option} {text!r}: must be at least {least:g}, and finite. Write, for example, {example}.")
     return value
 
 
