@@ -167,6 +167,27 @@ def test_ctrl_c_at_a_terminal_is_130(tmp_path: Path) -> None:
     assert done.stderr.strip().endswith("error: stopped.")
 
 
+WHILE = {
+    "imports": "import narrowcast\nclass Finder:\n    def find_spec(self, name, *given):\n"
+    "        if name == 'rich.table': stop()\nsys.meta_path.insert(0, Finder())",
+    "options are read": "import typer.main; typer.main.get_command = lambda *given: stop()",
+    "torch swallows it": "import narrowcast.cli.codecs as codecs\ndef swallow():\n    try: stop()\n"
+    "    except KeyboardInterrupt: pass\n    raise ImportError('cannot load module more than once')\n"
+    "codecs.catalogue = swallow",
+}
+
+
+@pytest.mark.parametrize("moment", WHILE)
+def test_ctrl_c_before_the_command_runs_is_one_line_too(moment: str) -> None:
+    code = (
+        "import os, signal, sys\ndef stop(): os.kill(os.getpid(), signal.SIGINT)\n"
+        f"signal.signal(signal.SIGINT, signal.default_int_handler)\n{WHILE[moment]}\n"
+        "from narrowcast.cli import app\napp(['codecs'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: stopped.\n")
+
+
 def test_the_page_has_the_rule() -> None:
     page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
     for code in ("| 0 |", "| 1 |", "| 2 |", "| 130 |", "| 141 |"):

@@ -96,6 +96,11 @@ def test_what_to_consider_and_the_margin_are_the_users() -> None:
     [
         (("--params", "7Q", "--ranks", "2", "--bandwidth", "1gbit"), ["--params '7Q'", "k, m, b, t", "7B"]),
         (("--params", "0", "--ranks", "2", "--bandwidth", "1gbit"), ["--params '0'", "at least 1"]),
+        (("--params", "9" * 400, "--ranks", "2", "--bandwidth", "1gbit"), ["--params '999", "finite"]),
+        (
+            ("--params", "1M", "--ranks", "2", "--bandwidth", "1gbit", "--latency", "9" * 400 + "s"),
+            ["--latency '999", "finite"],
+        ),
         (("--params", "1M", "--ranks", "0", "--bandwidth", "1gbit"), ["--ranks 0", "at least 2"]),
         (("--params", "1M", "--ranks", "4", "--bandwidth", "10gb"), ["--bandwidth '10gb'", "bits or bytes", "10gbit"]),
         (("--params", "1M", "--ranks", "4", "--bandwidth", "1GB/s"), ["--bandwidth '1GB/s'", "bits or bytes", "8gbit"]),
@@ -119,7 +124,8 @@ def test_what_to_consider_and_the_margin_are_the_users() -> None:
             ("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--device", "H100", "--codecs", "apot5"),
             ["apot5", "H100", "timed on a GPU", "int8"],
         ),
-        (("--params", "1M", "--ranks", "4", "--bandwidth", "10"), ["--bandwidth '10'", "a unit"]),
+        (("--params", "1M", "--ranks", "4", "--bandwidth", "10"), ["--bandwidth '10'", "10gbit"]),
+        (("--params", "1M", "--ranks", "4", "--bandwidth", "9" * 400 + "gbit"), ["--bandwidth '999", "1000 Tbit"]),
         (("--params", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--latency", "5"), ["--latency '5'", "50us"]),
         (("--params", "1M", "--ranks", "4"), ["Add", "--bandwidth 10gbit"]),
         (("--params", "1M", "--bandwidth", "1gbit"), ["Add", "--ranks 16"]),

@@ -241,6 +241,19 @@ def test_draws_come_from_the_tokens_that_are_allowed(options: dict[str, Any], al
     assert torch.equal(drawn, sampling.choose(logits, sampling.generator(torch.device("cpu"))))
 
 
+@pytest.mark.parametrize("options", [{"top_p": 0.5}, {"top_p": 0.25}, {"top_k": 3, "top_p": 0.6}, {"top_k": 3}])
+def test_of_equally_likely_tokens_those_that_transformers_keeps_are_drawn(options: dict[str, Any]) -> None:
+    for logits in (torch.zeros(1, 8), torch.tensor([[1.0, 2.0, 1.0, 2.0, 2.0, 0.0, 1.0, 2.0]])):
+        kept = transformers.TemperatureLogitsWarper(0.7)(None, logits)
+        if "top_k" in options:
+            kept = transformers.TopKLogitsWarper(options["top_k"])(None, kept)
+        if "top_p" in options:
+            kept = transformers.TopPLogitsWarper(options["top_p"])(None, kept)
+        sampling = Sampling(temperature=0.7, **options)
+        drawn = sampling.choose(logits.expand(2000, 8), sampling.generator(logits.device))
+        assert set(drawn.tolist()) == set(kept[0].isfinite().nonzero().flatten().tolist())
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2, "top_p": 0.5}])
 def test_no_token_is_chosen_where_logits_are_nan(options: dict[str, Any]) -> None:
     logits = torch.tensor([[1.0, 9.0, -3.0], [1.0, torch.nan, -3.0], [torch.nan] * 3, [-60.0, -70.0, 60.0]])
@@ -297,6 +310,31 @@ def test_a_sampling_that_is_none_is_refused_in_words() -> None:
 def test_what_is_no_decoder_is_refused_with_the_way_to_get_one() -> None:
     with pytest.raises(nc.errors.ModelKindError, match=r"got a Linear\. .*load_decoder"):
         generate(nn.Linear(2, 2), [[1]])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_a_decoder_whose_second_layer_accelerate_keeps_on_disk_writes_the_same(
+    codec: str | None, tmp_path: Path
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    decoder = random_decoder(Shape(64, 2, 4, 128, 32), dtype=torch.float32)
+    if codec is not None:
+        nc.quantize_(decoder, codec)
+    expected = generate(decoder, PROMPTS_32, 6).run()
+    here = dict.fromkeys(("model.embed_tokens", "model.norm", "lm_head", "model.layers.0"), "cpu")
+    accelerate.dispatch_model(decoder, here | {"model.layers.1": "disk"}, main_device="cpu", offload_dir=tmp_path)
+    assert decoder.model.layers[1].mlp.down_proj.weight.is_meta
+    assert generate(decoder, PROMPTS_32, 6).run() == expected
+
+
+@pytest.mark.parametrize("name", ["", "lm_head", "model.layers.0.mlp.down_proj", "model.norm"])
+def test_a_decoder_without_numbers_is_refused_with_the_way_to_load_them(name: str) -> None:
+    decoder = random_decoder(Shape(64, 1, 4, 128, 32), dtype=torch.float32)
+    decoder.get_submodule(name).to("meta")
+    with pytest.raises(
+        nc.errors.ModelKindError, match=rf"such as {name or 'model'}\..*on the meta device.*load_decoder"
+    ):
+        generate(decoder, [[1]])
 
 
 WRONG_SAMPLINGS: list[dict[str, Any]] = [

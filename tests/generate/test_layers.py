@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 from cases import same_bits
+from narrowcast.errors import ModelKindError
 from narrowcast.generate import Decoder, Shape, fuse_, generate, random_decoder
 from narrowcast.generate.cache import Cache
-from narrowcast.generate.decoder import Layer
+from narrowcast.generate.decoder import MLP, Attention, Layer
 from narrowcast.generate.kernels import kernels_for
 from narrowcast.generate.layers import EncodedLayers, whole_layers
 from narrowcast.kernels.cpu.layers import Layers
@@ -178,7 +179,10 @@ def test_whoever_watches_sees_every_product(calls: list[int]) -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"])
+CALLED = ["self_attn.o_proj", "mlp", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]
+
+
+@pytest.mark.parametrize("name", CALLED)
 @pytest.mark.parametrize("way", ["hook", "hook before", "hook of all modules", "forward"])
 def test_a_module_that_was_given_a_hook_or_a_forward_runs_it_at_every_token(name: str, way: str) -> None:
     decoder, seen = encoded(SHAPE, "int8", torch.float32), []
@@ -206,6 +210,122 @@ def test_a_module_that_was_given_a_hook_or_a_forward_runs_it_at_every_token(name
         if handle is not None:
             handle.remove()
     assert sum(module is changed for module in seen) == 5
+
+
+class TurnedNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flip(-1)
+
+
+class ScaledMLP(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+class DoubledMLP(nn.Module):
+    """In place of an MLP, and nothing like it inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class TurnedLayer(Layer):
+    def mix(self, x: Tensor) -> Tensor:
+        return super().mix(x).flip(-1)
+
+    def advance(self, *given: Any) -> tuple[Tensor, Tensor]:
+        x, delta = super().advance(*given)
+        return x.flip(-1), delta.flip(-1)
+
+
+def with_own_norm(decoder: Decoder) -> None:
+    decoder.model.layers[1].input_layernorm.__class__ = TurnedNorm
+
+
+def with_layer_norm(decoder: Decoder) -> None:
+    norm = nn.LayerNorm(192)
+    nn.init.normal_(norm.bias)
+    decoder.model.layers[1].input_layernorm = norm
+
+
+def with_norm_without_weight(decoder: Decoder) -> None:
+    decoder.model.layers[1].input_layernorm = nn.RMSNorm(192, elementwise_affine=False)
+
+
+def with_last_norm_of_another_class(decoder: Decoder) -> None:
+    decoder.model.norm.__class__ = TurnedNorm
+
+
+def with_own_mlp(decoder: Decoder) -> None:
+    decoder.model.layers[1].mlp.__class__ = ScaledMLP
+
+
+def with_foreign_mlp(decoder: Decoder) -> None:
+    decoder.model.layers[1].mlp = DoubledMLP()
+
+
+def with_own_layer(decoder: Decoder) -> None:
+    decoder.model.layers[1].__class__ = TurnedLayer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(with_own_norm, with_layer_norm, with_norm_without_weight, with_last_norm_of_another_class),
+        *(with_own_mlp, with_foreign_mlp, with_own_layer),
+    ],
+)
+def test_tokens_go_through_modules_of_other_classes_as_prompts_do(change: Callable[[Decoder], None]) -> None:
+    decoder = encoded(SHAPE, "int8", torch.float32)
+    change(decoder)
+    written = generate(decoder, [PROMPTS[1]], 6).run()[0]
+    cache = Cache(decoder.shape, 1, 20, torch.float32, CPU)
+    for count, token in enumerate(written):
+        whole = torch.tensor(PROMPTS[1] + written[:count])
+        with torch.inference_mode():
+            assert decoder.prefill(whole, cache, 0).argmax() == token
+
+
+@pytest.mark.parametrize("name", ["", "model", "model.layers.1", "model.layers.1.self_attn"])
+@pytest.mark.parametrize("way", ["hook", "forward"])
+def test_a_hook_that_would_never_run_is_refused(name: str, way: str) -> None:
+    decoder = encoded(SHAPE, "int8", torch.float32)
+    module = decoder.get_submodule(name)
+    if way == "hook":
+        module.register_forward_hook(lambda *given: None)
+    else:
+        module.forward = lambda x: x
+    with pytest.raises(ModelKindError, match=f"decoder: {name or 'it'}, a .* which would not run"):
+        generate(decoder, PROMPTS, 3)
+
+
+def test_a_method_of_a_subclass_that_would_run_for_prompts_alone_is_refused() -> None:
+    class Mixed(Layer):
+        def mix(self, x: Tensor) -> Tensor:
+            return 2 * super().mix(x)
+
+    class Attending(Attention):
+        def attend(self, *given: Any) -> Tensor:
+            return 2 * super().attend(*given)
+
+    for name, other in (("model.layers.1", Mixed), ("model.layers.1.self_attn", Attending)):
+        decoder = encoded(SHAPE, "int8", torch.float32)
+        decoder.get_submodule(name).__class__ = other
+        with pytest.raises(ModelKindError, match=rf"{other.__name__}\.\w+ of model.layers.1 would run for prompts"):
+            generate(decoder, PROMPTS, 3)
+
+
+@pytest.mark.parametrize("codec", ["int8", None])
+def test_linears_with_hooks_are_not_joined_and_said_so(codec: str | None) -> None:
+    decoder, seen = random_decoder(SHAPE, dtype=torch.float32), []
+    if codec is not None:
+        nc.quantize_(decoder, codec)
+    decoder.model.layers[1].mlp.up_proj.register_forward_hook(lambda *given: seen.append(1))
+    joined, skips = fuse_(decoder)
+    assert joined == 3
+    assert "hooks" in skips["model.layers.1.mlp"]
+    generate(decoder, PROMPTS[:1], 5, stop_at_end=False).run()
+    assert len(seen) == 5
 
 
 def test_weights_that_a_generation_began_with_stay_while_it_runs() -> None:

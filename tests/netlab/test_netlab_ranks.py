@@ -13,7 +13,7 @@ import pytest
 from netlab_run import PINGS, alive, left_by, lines, netlab, networked, python, wait_for, words
 
 from narrowcast.netlab import NetlabError, Network, commands, owners, permission
-from narrowcast.netlab.link import parse_delay, parse_rate
+from narrowcast.netlab.link import parse_delay, parse_links
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -228,7 +228,7 @@ def test_without_iproute2_it_says_which_package_to_install(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--rate", "1gbps", "--", "true"], "--rate '1gbps': a rate is a number and kbit, mbit or gbit"),
+        (["--rate", "1gbs", "--", "true"], "--rate '1gbs': a rate is a number and kbit, mbit, gbit"),
         (["--rate", "1000", "--", "true"], "for example, --rate 1gbit"),
         (["--delay", "1", "--", "true"], "for example, --delay 1ms"),
         (["--ranks", "0", "--", "true"], "--ranks 0: there can be 1 to 64"),
@@ -241,6 +241,10 @@ def test_without_iproute2_it_says_which_package_to_install(monkeypatch: pytest.M
         (["--ranks", "3", "--rate", "1gbit,2gbit", "--", "true"], "--rate: 2 values for 3 ranks"),
         (["--delay", "1ms,2ms,3ms", "--", "true"], "--delay: 3 values for 2 ranks"),
         (["--rate", "1gbit,", "--", "true"], "--rate '': a rate is a number"),
+        (["--rate", "10GB/s", "--", "true"], "--rate '10GB/s': could mean bits or bytes"),
+        (["--rate", "10", "--", "true"], "--rate '10': a rate is a number and"),
+        (["--rate", "1kbit", "--", "true"], "from 64 Kbit to"),
+        (["--rate", "9" * 400 + "gbit", "--", "true"], "from 64 Kbit to"),
         (["--loss", "1", "--", "true"], "for example, --loss 0.1%"),
         (["--loss", "80%", "--", "true"], "50% at the most"),
     ],
@@ -258,8 +262,17 @@ def test_help_shows_examples() -> None:
     assert "--rate 1gbit --delay 1ms -- python train.py" in netlab("--help").stdout
 
 
+@pytest.mark.parametrize(
+    "rate", ["1gbit", "1gbps", "1Gbit/s", "1000mbit", "1 Gbps", "1gbit/s", "1_000mbps", "1000000000bit"]
+)
+def test_rates_are_written_as_for_plan(rate: str) -> None:
+    (link,) = parse_links(1, rate, None, None)
+    assert link.rate == 10**9
+
+
 def test_units_are_tcs() -> None:
-    assert [parse_rate(text) for text in ("1gbit", "2.5Gbit/s", "100 kbit")] == [10**9, 25 * 10**8, 10**5]
+    rates = [link.rate for link in parse_links(3, "1gbit,2.5Gbit/s,100 kbit", None, None)]
+    assert rates == [10**9, 25 * 10**8, 10**5]
     assert [parse_delay(text) for text in ("1ms", "200us", "0.5s", "0ms")] == [0.001, 0.0002, 0.5, 0]
 
 

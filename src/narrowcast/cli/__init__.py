@@ -6,21 +6,36 @@ fast. `shared.failing.Commands` reports what a command raises: one line, and an 
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import Annotated, Any
 
-import typer
+try:
+    import typer
 
-from narrowcast.cli import bench, codecs, decode, demo, doctor, encode, generate, inspect, netlab, plan, quantize
-from narrowcast.cli.shared.failing import Commands
+    from narrowcast.cli import bench, codecs, decode, demo, doctor, encode, generate, inspect, netlab, plan, quantize
+    from narrowcast.cli.shared.failing import STOPPED, Commands
+except KeyboardInterrupt:  # these imports are the longest part of a short command
+    print("error: stopped.", file=sys.stderr)
+    sys.exit(130)
 
 CODES = (
     "Exit codes: 0 success; 1 failed while running, or doctor found a fault; 2 wrong arguments or files; 130 Ctrl-C; "
     "141 the reader of the output is gone. bench and netlab end with the code of what they run."
 )
 
-app = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=CODES
-)
+
+class App(typer.Typer):
+    """All commands. Ctrl-C while they are put together ends as it does while one runs (`Commands`)."""
+
+    def __call__(self, *args: Any, **extra: Any) -> Any:
+        try:
+            return super().__call__(*args, **extra)
+        except KeyboardInterrupt:
+            print("error: stopped.", file=sys.stderr)
+            sys.exit(STOPPED)
+
+
+app = App(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=CODES)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("codecs")(codecs.codecs)

@@ -9,6 +9,7 @@ layers.py     all layers in one call of the compiled core, on a CPU
 fuse.py       products that share an input, as one product on joined rows
 sampling.py   the choice of the next token
 steps.py      one token after the other: eager, or one CUDA graph
+checks.py     decoders that a generation refuses
 run.py        prompts in, tokens out, one step at a time, and what it took
 load.py       a folder of transformers, quantized or not, or random weights, to a Decoder
 

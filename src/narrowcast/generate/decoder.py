@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from narrowcast.generate.cache import Cache
-from narrowcast.generate.kernels import Kernels, Place, Torch
+from narrowcast.generate.kernels import Kernels, Place, Torch, is_untouched
 from narrowcast.generate.rotary import turn, turns
 from narrowcast.generate.shape import Shape
 
@@ -95,7 +95,10 @@ class Layer(nn.Module):
         x, y = kernels.add_norm(x, delta, self.input_layernorm)
         mixed = kernels.attend(self.self_attn.project(y), cache, place)
         x, y = kernels.add_norm(x, self.self_attn.o_proj(mixed), self.post_attention_layernorm)
-        return x, self.mlp.down_proj(kernels.gate(*self.mlp.project(y)))
+        mlp = self.mlp
+        if type(mlp) is not MLP or not is_untouched(mlp):
+            return x, mlp(y)
+        return x, mlp.down_proj(kernels.gate(*mlp.project(y)))
 
 
 class Body(nn.Module):
@@ -177,7 +180,8 @@ class Decoder(nn.Module):
         else:
             place = chosen.place(at, turns, longest)
             for number, layer in enumerate(self._layers()):
-                x, delta = self.step(layer, x, delta, cache.layer(number), place, chosen)
+                given = x, delta, cache.layer(number), place, chosen
+                x, delta = layer.advance(*given) if self.step is Layer.advance else self.step(layer, *given)
         return self.lm_head(chosen.add_norm(x, delta, self.model.norm)[1])  # type: ignore[no-any-return]
 
     def _layers(self) -> list[Layer]:

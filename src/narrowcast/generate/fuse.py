@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.generate.decoder import MLP, Attention, Decoder
+from narrowcast.generate.kernels import is_changed
 from narrowcast.nn.modules.base import Held, as_parameter, begin, float_dtype_of, hold
 from narrowcast.nn.modules.linear import Linear
 
@@ -51,6 +52,8 @@ def fuse_(decoder: Decoder) -> Fused:
 
 def join(modules: Sequence[nn.Module]) -> nn.Module | str:
     """One Linear whose outputs are those of all modules, one after the other; or why there cannot be one."""
+    if any(is_changed(module) for module in modules):
+        return "some of its modules have hooks, or a forward of their own"
     plain = [module for module in modules if type(module) is nn.Linear]
     encoded = [module for module in modules if type(module) is Linear]
     if len(plain) == len(modules):

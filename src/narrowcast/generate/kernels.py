@@ -100,9 +100,10 @@ class Compiled(Torch):
         return Place(at, turns, longest)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
-        given = (x, norm.weight[None], *(() if delta is None else (delta,)))
-        if norm.eps is None or not (is_untouched(norm) and self._takes(*given)):
+        given = (x,) if delta is None else (x, delta)
+        if not (is_plain_norm(norm) and self._takes(norm.weight[None], *given)):
             return super().add_norm(x, delta, norm)
+        assert norm.eps is not None
         return self._core.add_norm(x, delta, norm.weight, norm.eps)
 
     def attend(self, parts: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
@@ -117,16 +118,15 @@ class Compiled(Torch):
         return all(tensor.dtype == self._dtype and tensor.stride(-1) == 1 for tensor in tensors)
 
 
-class Fused:
+class Fused(Torch):
     """One launch for a norm and the sum before it, one for a gate, one (long caches, few heads: two) for attention."""
-
-    name = "triton"
 
     def __init__(self, device: torch.device) -> None:
         from narrowcast.kernels.cuda import attention as short_attention
         from narrowcast.kernels.cuda import choose
         from narrowcast.kernels.triton import attention, norms
 
+        self.name = "triton"
         self._attention, self._norms = attention, norms
         self._short = None if choose.obstacle(device) else short_attention
 
@@ -134,6 +134,8 @@ class Fused:
         return Place(at, turns, longest)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+        if not is_plain_norm(norm):
+            return super().add_norm(x, delta, norm)
         assert norm.eps is not None
         return self._norms.add_norm(x, delta, norm.weight, norm.eps)
 
@@ -149,13 +151,23 @@ class Fused:
 def is_untouched(module: nn.Module) -> bool:
     """Whether a call of a module is its class's forward alone: no hooks, no forward of its own, as Accelerate sets."""
     everywhere = global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks
-    return not (everywhere or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    return not (everywhere or is_changed(module))
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether a module itself, not all modules, was given hooks or a forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def is_plain_norm(norm: nn.Module) -> bool:
+    """Whether a kernel may stand for a norm, which others may have replaced."""
+    return type(norm) is nn.RMSNorm and norm.weight is not None and norm.eps is not None and is_untouched(norm)
 
 
 def kernels_for(decoder: nn.Module, device: torch.device) -> Kernels:
     """`Fused` on CUDA, `Compiled` on a CPU, where their kernels take the decoder; else `Torch`."""
-    norms = [module for module in decoder.modules() if isinstance(module, nn.RMSNorm)]
-    kinds = {norm.weight.dtype for norm in norms}
+    norms = [module.weight for module in decoder.modules() if isinstance(module, nn.RMSNorm)]
+    kinds = {weight.dtype for weight in norms if weight is not None}
     if device.type != "cuda":
         core = kernel_for("cpu") if device.type == "cpu" else None
         known = len(kinds) == 1 and kinds <= set(FLOATS)

@@ -63,7 +63,7 @@ def whole_layers(decoder: Decoder, cache: Cache, kernels: Kernels) -> tuple[Enco
         if not fits(described, dtype, layer.self_attn):
             return None, f"layer {number}: dtypes, shapes or strides are not those of a layer of {dtype}"
         parts.append(described)
-        replaced += [*own, layer.input_layernorm, layer.post_attention_layernorm]
+        replaced += [*own, layer.input_layernorm, layer.post_attention_layernorm, layer.mlp]
     return EncodedLayers(Layers(core, dtype, parts), replaced), "native"
 
 

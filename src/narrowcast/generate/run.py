@@ -12,16 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowcast.errors import DtypeError, LogitsError, ModelKindError, ShapeError, SpecError
 from narrowcast.generate.cache import Cache
-from narrowcast.generate.decoder import MLP, Attention, Decoder
-from narrowcast.generate.kernels import is_untouched, kernels_for
+from narrowcast.generate.checks import check_calls, check_dtypes, check_numbers
+from narrowcast.generate.decoder import Decoder
+from narrowcast.generate.kernels import kernels_for
 from narrowcast.generate.layers import whole_layers
 from narrowcast.generate.sampling import NONE, Sampling
 from narrowcast.generate.steps import Choice, Eager, Graph, Steps
-from narrowcast.nn.modules.embedding import Embedding
 
 Prompt = Sequence[int] | Tensor
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32)
@@ -65,6 +65,7 @@ class Generation:
             raise SpecError(f"sampling={sampling!r}: expected a Sampling, such as Sampling(temperature=0.8), or None.")
         if not isinstance(prompts, Iterable):
             raise ShapeError(f"prompts: expected a list of prompts, each a list of tokens, got {prompts!r}.")
+        check_numbers(decoder)
         self._decoder, self._sampling = decoder, sampling
         device = decoder.model.norm.weight.device
         self._prompts = [_as_tokens(prompt, i, decoder.shape.words, device) for i, prompt in enumerate(prompts)]
@@ -78,7 +79,8 @@ class Generation:
                 f"max_new_tokens={max_new_tokens}: the longest prompt and its continuation take {longest} positions, "
                 f"and the model was made for {decoder.shape.context}. Ask for fewer tokens, or shorten the prompt."
             )
-        _check_dtypes(decoder, device)
+        check_calls(decoder)
+        check_dtypes(decoder, device)
         dtype = decoder.model.norm.weight.dtype
         self._cache = Cache(decoder.shape, len(self._prompts), longest, dtype, device)
         self._kernels = kernels_for(decoder, device)
@@ -215,34 +217,6 @@ def _as_tokens(prompt: Prompt, number: int, words: int, device: torch.device) ->
             "from another model's tokenizer."
         )
     return tokens
-
-
-def _check_dtypes(decoder: Decoder, device: torch.device) -> None:
-    """Refuse floats of several dtypes, which files may hold, where activations and the cache have but one.
-
-    Only modules that the decoder itself calls count, as torch made them: what is within other modules, or has hooks or
-    a forward of its own, may cast what comes in.
-    """
-    if torch.is_autocast_enabled(device.type):
-        return
-    called = {decoder.model.embed_tokens, decoder.lm_head}
-    for parent in decoder.modules():
-        if type(parent) in (Attention, MLP):
-            called.update(parent.children())
-    kinds = {decoder.model.norm.weight.dtype: "model.norm"}
-    for name, module in decoder.named_modules():
-        if module not in called or not is_untouched(module):
-            continue
-        if type(module) is Embedding:
-            kinds.setdefault(module.dtype, name)
-        elif type(module) in (nn.Embedding, nn.Linear):
-            kinds.setdefault(module.weight.dtype, name)
-    if len(kinds) > 1:
-        dtypes = " and ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in kinds.items())
-        raise DtypeError(
-            f"decoder: its floats are {dtypes}, and activations have one dtype. Choose it: load_decoder(folder, "
-            "dtype=torch.bfloat16), decoder.to(torch.bfloat16), or narrowcast generate --dtype bfloat16."
-        )
 
 
 def _checked_count(max_new_tokens: int) -> int:

@@ -69,9 +69,11 @@ class Sampling:
         return (shares / waits).argmax(-1).masked_fill(shares[:, 0].isnan(), NONE)
 
     def _within_mass(self, scores: Tensor, mass: float) -> Tensor:
-        """Only the likeliest tokens that together have `mass`: each whose likelier ones have less. One always stays."""
-        ordered, places = scores.sort(-1, descending=True)
-        shares = ordered.softmax(-1)
-        beyond = shares.cumsum(-1) - shares >= mass
-        beyond[:, 0] = False
+        """Only the likeliest tokens that together have `mass`. One always stays.
+
+        Sorted and summed as by transformers' TopPLogitsWarper: of equally likely tokens, the same ones stay.
+        """
+        ordered, places = scores.sort(-1)
+        beyond = ordered.softmax(-1).cumsum(-1) <= 1 - mass
+        beyond[:, -1] = False
         return scores.masked_fill(torch.zeros_like(beyond).scatter(-1, places, beyond), -torch.inf)

@@ -1,8 +1,7 @@
 """What a rank's cable is like: `Link`, from words such as "1gbit" and "1ms".
 
-Rates are bits a second with tc's prefixes (kbit, mbit, gbit: powers of ten), on the wire: of each 1,514-byte frame TCP
-carries 1,448 bytes, so a stream moves 95.6% of the rate. Bare numbers and "bps" are refused: tc takes the first for
-bits or microseconds and the second for bytes, and a benchmark off by eight looks plausible.
+Rates (rates.py) are those of the wire: of each 1,514-byte frame TCP carries 1,448 bytes, so a stream moves 95.6% of the
+rate. A delay without a unit is refused, too: tc takes it for microseconds.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from .errors import NetlabError
+from .rates import parse_rate, short
 
 FRAME = 1514  # bytes of a full Ethernet frame at an MTU of 1,500, as tc counts it
 PAYLOAD = 1448  # bytes of it that TCP carries, with timestamps
@@ -21,10 +21,9 @@ MOST_FRAMES = 44
 # A port's queue beyond the cable's own content. Deep enough that no sender's stream is cut, as on a good switch.
 QUEUE_SECONDS = 0.010
 
-RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)bit(?:/s)?", re.IGNORECASE)
+LEAST_RATE = 64_000
 LOSS = re.compile(r"(\d+(?:\.\d+)?) ?%")
 DELAY = re.compile(r"(\d+(?:\.\d+)?) ?(us|ms|s)", re.IGNORECASE)
-PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -66,7 +65,7 @@ class Link:
 def parse_links(ranks: int, rate: str | None, delay: str | None, loss: str | None) -> list[Link]:
     """The cable of each rank. `rate` and `delay` are one for all, or one for each rank with commas between."""
     lost = parse_loss(loss) if loss else 0.0
-    rates = [parse_rate(text) for text in rate.split(",")] if rate else [None]
+    rates = [int(parse_rate("--rate", text, LEAST_RATE)) for text in rate.split(",")] if rate else [None]
     delays = [parse_delay(text) for text in delay.split(",")] if delay else [0.0]
     for option, given in (("--rate", rates), ("--delay", delays)):
         if len(given) not in (1, ranks):
@@ -81,25 +80,6 @@ def parse_links(ranks: int, rate: str | None, delay: str | None, loss: str | Non
 def pair_delay(one: Link, other: Link) -> float:
     """Seconds from one rank to another: half of each cable's delay."""
     return (one.delay + other.delay) / 2
-
-
-def short(bits: float) -> str:
-    """1000000000 -> "1 G"."""
-    for prefix, size in reversed(PREFIXES.items()):
-        if bits >= size:
-            return f"{bits / size:g} {prefix.upper()}"
-    return f"{bits:g} "
-
-
-def parse_rate(text: str) -> int:
-    match = RATE.fullmatch(text.strip())
-    rate = int(float(match[1]) * PREFIXES[match[2].lower()]) if match else 0
-    if rate < 64_000:
-        raise NetlabError(
-            f"--rate {text!r}: a rate is a number and kbit, mbit or gbit (bits a second), 64kbit at the least. "
-            "Write, for example, --rate 1gbit."
-        )
-    return rate
 
 
 def parse_delay(text: str) -> float:

@@ -204,6 +204,24 @@ def test_weights_of_any_magnitude_are_within_the_bound(
             check(kernel, codec, randn(batch, 300, dtype=dtype) * x_scale, codec.encode(weight, 1), None)
 
 
+@each_dtype
+@pytest.mark.parametrize("spec", ["apot3", "apot8:block=row", "int8", "fp8_e4m3"])
+def test_scales_with_which_some_code_would_be_infinite_change_nothing_for_other_codes(
+    kernel: binding.Native, way: str, dtype: torch.dtype, spec: str
+) -> None:
+    """No encoder writes such scales, but others may; code 0, the lowest level, is what lies past the end of a row."""
+    codec, numel = nc.codec(spec), 50
+    zeros = codec.encode(torch.zeros(35, numel))
+    ones, format = codec.encode(torch.ones(35, numel)), codec.recipe(CPU).format
+    scales = 4 * -(-numel * format.bits // 32)
+    forged = torch.cat((zeros[:, :scales], ones[:, scales:]), 1)
+    forged[::3, scales : scales + 4] = torch.tensor([3e38, 3e38]).bfloat16().view(torch.uint8)  # in fp32, too
+    assert codec.decode(forged, numel).eq(0).all()
+    for batch in (1, 3, 9, MANY):
+        x = randn(batch, numel, dtype=dtype)
+        assert multiplied(kernel, codec, x, forged).eq(0).all()
+
+
 @each_way
 def test_codes_without_a_level_stand_for_nan(kernel: binding.Native, way: str) -> None:
     tables = (("apot4", 0x0F), ("apot3", 0x07), ("levels:table=-1.0|0.0|0.5", 0x03))

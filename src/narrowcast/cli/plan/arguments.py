@@ -9,9 +9,6 @@ from narrowcast.cli.shared.failing import refuse
 
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-PREFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-RATES = {f"{prefix}{unit}": size for unit in ("bit", "bps") for prefix, size in PREFIXES.items()}
-"""Bits a second. "gbps" means bits to most people, so it does here; "GBps" and "GB/s" mean bytes, and are refused."""
 MOST_BUCKETS = 10**6
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -37,25 +34,20 @@ def parse_amount(
         known = ", ".join(name for name in units if name)
         refuse(f"{option} {text!r}: expected a number and a unit ({known}), such as {example}.")
     value = float(match[1]) * units[unit]
-    if value < least:
-        refuse(f"{option} {text!r}: must be at least {least:g}. Write, for example, {example}.")
+    if not least <= value < float("inf"):
+        refuse(f"{option} {text!r}: must be at least {least:g}, and finite. Write, for example, {example}.")
     return value
-
-
-def parse_rate(option: str, text: str) -> float:
-    """Bits a second: 10gbit, 10gbps, 25Gbit/s."""
-    bare = re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE)
-    if re.search(r"[kmgtKMGT]i?B(ps)?$", bare) or re.search(r"[kmgt]b$", bare, re.IGNORECASE):
-        refuse(
-            f"{option} {text!r}: could mean bits or bytes. Rates of links are bits a second: write gbit or gbps, as in "
-            "10gbit; 1 GB/s is 8gbit."
-        )
-    return parse_amount(option, bare, RATES, "100mbit, 10gbit or 10gbps", least=1)
 
 
 def parse_rates(option: str, text: str, links: int) -> list[float]:
     """The rates of links, with commas between: one for all, or several of those that there are."""
-    rates = [parse_rate(option, each) for each in text.split(",")]
+    from narrowcast.netlab import NetlabError
+    from narrowcast.netlab.rates import parse_rate
+
+    try:
+        rates = [parse_rate(option, each, least=1) for each in text.split(",")]
+    except NetlabError as error:
+        refuse(str(error))
     if len(rates) > max(1, links):
         refuse(
             f"{option} {text!r}: has {len(rates)} rates for {links} links. Give one for all, or one for each link that "
@@ -85,7 +77,7 @@ def network_on_paper(
     if local_bandwidth is not None and not 1 < hosts < number:
         refuse("--local-bandwidth: is that between ranks of a host. Say how many hosts there are: --hosts 8.")
     rates = parse_rates("--bandwidth", bandwidth or "", hosts if hosts > 1 else number)
-    local = None if local_bandwidth is None else parse_rate("--local-bandwidth", local_bandwidth)
+    local = None if local_bandwidth is None else parse_rates("--local-bandwidth", local_bandwidth, links=1)[0]
     return Network(number, hosts, rates, local, delay)
 
 

@@ -17,7 +17,11 @@ import errno
 import io
 import os
 import re
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import typer
@@ -38,6 +42,10 @@ class Commands(TyperGroup):
         if not extra.get("standalone_mode", True):
             return super().main(*args, **extra)
         _write_what_fits()
+        with _noting_ctrl_c() as stops:
+            return self._run(stops, *args, **extra)
+
+    def _run(self, stops: list[int], *args: Any, **extra: Any) -> NoReturn:
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
             sys.stdout.flush()
@@ -54,12 +62,37 @@ class Commands(TyperGroup):
             sys.exit(_code(error))
         except Exception as error:
             # typer's errors about arguments. Their classes have moved between versions; this method has not.
-            if not hasattr(error, "format_message"):
+            if hasattr(error, "format_message"):
+                sys.exit(_usage(error))
+            if not stops:
                 raise
-            sys.exit(_usage(error))
+            code = STOPPED
         if code == STOPPED:  # newer versions of typer handle the exception themselves
             print_error("stopped.")
         sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _noting_ctrl_c() -> Iterator[list[int]]:
+    """Note each Ctrl-C, which raises KeyboardInterrupt as ever.
+
+    torch, while it is imported, may swallow that exception and fail of another one, which is then no bug of ours.
+    """
+    stops: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        stops.append(number)
+        signal.default_int_handler(number, frame)
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield stops
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield stops
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _write_what_fits() -> None:

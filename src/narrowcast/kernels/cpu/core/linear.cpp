@@ -136,7 +136,7 @@ void in_groups(const Spec& spec, const Product& product, int64_t first, int64_t 
 template <class Code>
 void direct_rows(const Code& code, const Spec& spec, const Product& product, int64_t first, int64_t end) {
     const int64_t length = prepared(spec), ahead = fetch_ahead(product.stride);
-    const Range within{0.0f, spec.element == AFFINE ? 0x1p119f : HUGE_VALF};  // decoding cuts products past the largest number
+    const Range within{0.0f, finite_scale(spec)};
     in_groups(spec, product, first, end, Code::BYTES, within, [&](const Steps& steps, RowGroup& group, int quad, float* y) {
         for (int64_t b = 0, next; b < product.batch; b = next) {
             const float* x = product.prepared + b * length;

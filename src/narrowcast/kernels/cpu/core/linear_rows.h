@@ -50,6 +50,21 @@ struct Range {
     float least, most;  // of magnitudes; `least` counts with AVX-512 alone, which has the only products that ask for one
 };
 
+// The largest scale with which every code, those past the end of a row included, stands for a finite number. Encoded rows have larger ones
+// only near the largest float; decoding cuts affine codes there, and gives infinity for others.
+inline float finite_scale(const Spec& spec) {
+    float most = 1.0f;
+    switch (spec.element) {
+        case E4M3: most = 0x1p9f; break;
+        case E5M2: most = 0x1p16f; break;
+        case INT: most = float(1ll << (spec.bits - 1)); break;
+        case AFFINE: most = float(1ll << spec.bits); break;
+        case LEVELS:
+            for (int i = 0; i < 1 << spec.bits; ++i) most = std::max(most, std::fabs(spec.levels[i]));  // `max` leaves out NaN
+    }
+    return 0x1p127f / most;
+}
+
 // The scales of `count` rows, `stride` floats from one row to the next, and behind each anything up to a vector. plain[r]: whether
 // one of row r is out of range.
 #if defined(__AVX512F__)

@@ -25,7 +25,7 @@ struct Panel {
     }
 
     void take(const Spec& spec, const Steps& steps, const uint8_t* data, int64_t stride, int64_t rows, int64_t bytes, bool pairs) {
-        const float limit = spec.element == AFFINE ? 0x1p119f : HUGE_VALF;  // decoding cuts products past the largest number
+        const float limit = finite_scale(spec);
         for (int r = 0; r < PANEL; ++r) {
             row[r] = data + std::min<int64_t>(r, rows - 1) * stride;
             for (int64_t at = spec.codes_bytes; at < spec.row_bytes; at += 64) __builtin_prefetch(row[r] + PANEL * stride + at, 0, 2);
