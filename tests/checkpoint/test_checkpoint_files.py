@@ -357,6 +357,15 @@ def test_an_error_of_the_system_names_the_file_that_was_asked_for(tmp_path: Path
     assert caught.value.errno == errno.ENOENT
 
 
+def test_an_empty_path_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    nc.save({"weight": torch.ones(3)}, ".")
+    for use in (lambda: nc.save({"weight": torch.zeros(3)}, ""), lambda: nc.load("")):
+        with pytest.raises(CheckpointError, match="path='': names no file and no folder"):
+            use()
+    assert torch.equal(nc.load(".")["weight"], torch.ones(3))
+
+
 @pytest.mark.parametrize("ending", [".pt", ".pth", ".bin", ".ckpt", ".PT"])
 def test_the_name_of_a_pickle_is_refused_and_makes_no_folder(tmp_path: Path, ending: str) -> None:
     with pytest.raises(CheckpointError, match=r"not pickles\. Write '.*/ok\.safetensors' for a file, or '.*/ok' for a"):

@@ -34,6 +34,16 @@ HEADER_LIMIT = 100_000_000
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """What a caller gave as `path`. An empty text would be the current folder."""
+    if not os.fspath(path):
+        raise CheckpointError(
+            "path='': names no file and no folder. It may come from a variable that is not set. For the current folder "
+            "pass '.'."
+        )
+    return Path(path)
+
+
 class Entry(NamedTuple):
     """A tensor to be written: its dtype and shape, and a function that makes it when its turn comes, tile by tile."""
 

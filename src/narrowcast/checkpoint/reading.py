@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.checkpoint.files import HEADER_LIMIT
+from narrowcast.checkpoint.files import HEADER_LIMIT, as_path
 from narrowcast.checkpoint.folders import HEADERS, INDEX, OWN, SHARD, SINGLE
 from narrowcast.checkpoint.header import Stored
 from narrowcast.checkpoint.mapping import File, check_regular, identity
@@ -113,7 +113,7 @@ class Checkpoint:
 
 def read(path: str | Path) -> Checkpoint:
     """Open a checkpoint, and check everything but the bytes of its tensors."""
-    path = Path(path)
+    path = as_path(path)
     end = time.monotonic() + PATIENCE_SECONDS
     while True:
         before = _checkpoint_files(path)

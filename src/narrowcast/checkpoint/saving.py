@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.checkpoint.files import Entry, Staging, new_file, write_tensors
+from narrowcast.checkpoint.files import Entry, Staging, as_path, new_file, write_tensors
 from narrowcast.checkpoint.folders import header_digest, publish_shards, publish_single, shard_names
 from narrowcast.checkpoint.header import NAMES, Stored, clip_of
 from narrowcast.checkpoint.mapping import PICKLES
@@ -45,7 +45,7 @@ def save_state(
 
     `inputs`: the layers that quantize their inputs, by name: the codec, and whether its grid is signed.
     """
-    path, user, limit = Path(path), _as_json(metadata), size_in_bytes(max_shard_size)
+    path, user, limit = as_path(path), _as_json(metadata), size_in_bytes(max_shard_size)
     check_ending(f"path={str(path)!r}", path)
     entries, tied = _list_entries(state)
     used = [entry.encoding.codec for entry in entries if entry.encoding] + [own for own, _ in (inputs or {}).values()]
