@@ -23,7 +23,7 @@ from narrowcast.errors import CollectiveError
 
 
 class Progress:
-    """How far a phase of `rank` has come, of `total` chunks, or elements."""
+    """How far a phase of `rank` has come, of `total` chunks."""
 
     def __init__(self, total: int, rank: int) -> None:
         self.total, self._rank = total, rank
