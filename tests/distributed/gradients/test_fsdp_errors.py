@@ -154,5 +154,5 @@ def test_after_a_backward_that_broke_off_forward_raises_since_torch_would_reduce
 def test_a_torch_that_is_arranged_differently_is_named() -> None:
     module: Any = types.SimpleNamespace(_get_fsdp_state=lambda: None)
     strange = types.SimpleNamespace(fsdp_params=[], mesh_info=None)
-    with pytest.raises(CollectiveError, match=r"torch 2\..* arranges FSDP2 in another way than 2.11 to 2.13"):
+    with pytest.raises(CollectiveError, match=r"torch 2\..* arranges FSDP2 in another way than 2.11 to 2.15"):
         groups._check(module, strange)

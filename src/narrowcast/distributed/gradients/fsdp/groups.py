@@ -24,7 +24,7 @@ from narrowcast.distributed.entry import uncompiled
 from narrowcast.distributed.gradients.options import plain_name
 from narrowcast.errors import CollectiveError, ModelKindError
 
-KNOWN = "2.11 to 2.13"
+KNOWN = "2.11 to 2.15"
 """The versions of torch whose FSDP2 this file knows."""
 
 try:
