@@ -19,7 +19,7 @@ from trained import FEW, SHAPES, STEPS, Given, given
 
 import narrowcast as nc
 from cases import same_bits
-from narrowcast.distributed.gradients import layout
+from narrowcast.distributed.gradients import hosted, layout
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -264,6 +264,33 @@ def test_a_rank_that_raises_in_any_phase_breaks_the_step_off_on_its_host_at_the_
             if rank != 1:
                 assert "CollectiveError" in found[rank][phase], (phase, rank, found[rank][phase])
                 assert "rank 1 failed in it: MemoryError" in found[rank][phase]
+
+
+def _without_memory(rank: int) -> Any:
+    """One rank has no memory for its share of a bucket."""
+    launched(rank, 2, 2)
+    _in_chunks(1 << 12)
+    ddp = DDP(Given(SHAPES))
+    trained.compressed(ddp)
+    expected = HostExpected(nc.codec(trained.CODEC), 2, 2, True)
+    trained.agree([trained.backward(ddp, given(SHAPES, rank, 0))], [_step(expected, 0)])
+    plain = hosted.Share.of
+    if rank == 1:
+
+        def no_room(*args: Any) -> Any:
+            hosted.Share.of = plain  # type: ignore[method-assign]
+            faults.run_out_of_memory()
+
+        hosted.Share.of = no_room  # type: ignore[assignment,method-assign]
+    error, _ = faults.error_of(lambda: trained.backward(ddp, given(SHAPES, rank, 1)))
+    trained.agree([trained.backward(ddp, given(SHAPES, rank, 1))], [_step(expected, 1)])
+    return repr(error)
+
+
+def test_a_rank_without_memory_for_its_share_fails_the_step_on_all_and_the_next_one_counts() -> None:
+    for rank, error in enumerate(run(4, _without_memory)):
+        assert "MemoryError" in error
+        assert rank == 1 or "rank 1 failed in it" in error
 
 
 def _losing(rank: int, phase: int, chunk: int) -> Any:

@@ -211,10 +211,10 @@ class GradientCompression:
         stats = reduction.stats
         words = f"{words}, dtype={bucket.gradients.dtype}, numel={stats.numel}, exempt={stats.exempt}{bucket.words}"
         call, seed = Call("gradients", reduction.codec, words), derive_seed(self._seed, reduction.step)
-        each = bucket.phases(group, call, stats.plain_bytes, seed)
         began = time.perf_counter()
         with span("narrowcast::gradients"):
             try:
+                each = bucket.phases(group, call, stats.plain_bytes, seed)
                 phases.run(each, "gradients", bucket.progress)
             except BaseException as error:
                 bucket.outcome.error = error

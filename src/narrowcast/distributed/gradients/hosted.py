@@ -63,7 +63,8 @@ class HostBucket(Bucket):
         between = dataclasses.replace(call, op=f"{call.op} between hosts")
         here, chunks = mesh.everyone.ranks[mesh.everyone.rank], len(self.layout)
         self.summed, self.averaged = Progress(chunks, here), Progress(chunks, here)
-        self._shares = [Share.of(_share(layout), self.gradients.device) for layout in self.layout]
+        with mesh.giving_up(call.op):
+            self._shares = [Share.of(_share(layout), self.gradients.device) for layout in self.layout]
         return [
             Collective(mesh.within, within, self._reduce_within),
             Collective(mesh.between, between, self._reduce_between, plain_bytes=plain_bytes, seed=seed),

@@ -73,7 +73,9 @@ def all_reduce(
 ) -> None:
     """Sum `flat` [numel] over all ranks of a mesh, in place: `near` is the codec within hosts, `far` between them."""
     parts = flat.split(two_stage.split(flat.numel(), mesh.within.size))
-    reduction = _Reduction(mesh, parts, divisor, as_is=near == EXACT.get(flat.dtype), lossy=near not in EXACT.values())
+    as_is, lossy = near == EXACT.get(flat.dtype), near not in EXACT.values()
+    with mesh.giving_up("all_reduce"):
+        reduction = _Reduction(mesh, parts, divisor, as_is=as_is, lossy=lossy)
     in_host = Call("all_reduce within hosts", near, words)
     of_hosts = Call("all_reduce between hosts", far, f"{words}, ranks={divisor}")
     within, between, part = mesh.within, mesh.between, parts[mesh.within.rank]

@@ -85,19 +85,39 @@ def run(phases: Sequence[Collective], op: str, progress: Sequence[Progress] = ()
             done.complete()
 
 
+class _Beside(Work):
+    """The second phase, in its own lane. However it ends, also where it never runs, the third one is told."""
+
+    def __init__(self, op: str, phase: Collective, progress: Progress) -> None:
+        def job() -> list[Tensor]:
+            phase.run()
+            progress.complete()
+            return []
+
+        super().__init__(op, job)
+        self._phase, self._progress = phase, progress
+
+    def run(self) -> None:
+        super().run()
+        error = self.exception()
+        if error is not None:
+            self._progress.fail(error)
+
+    def break_off(self, error: BaseException) -> None:
+        """The phase beside it failed: end it, wherever it waits."""
+        self._phase.group.break_off(self.op, error)
+        with contextlib.suppress(BaseException):
+            self.wait()
+
+
 def _run_side_by_side(phases: Sequence[Collective], op: str, of_first: Progress, of_second: Progress) -> None:
     first, second, third = phases
-
-    def job() -> list[Tensor]:
-        try:
-            second.run()
-        except BaseException as error:
-            of_second.fail(error)
-            raise
-        of_second.complete()
-        return []
-
-    beside = second.group.lane.submit(Work(op, job))
+    beside = _Beside(op, second, of_second)
+    try:
+        second.group.lane.submit(beside)
+    except BaseException as error:
+        _give_up(phases, op, error)
+        raise
     try:
         first.run()
         of_first.complete()
@@ -105,14 +125,17 @@ def _run_side_by_side(phases: Sequence[Collective], op: str, of_first: Progress,
             beside.wait()  # raises
     except BaseException as error:
         of_first.fail(error)
-        with contextlib.suppress(BaseException):
-            beside.wait()
+        beside.break_off(error)
         third.group.give_up(op, error)
         raise
     try:
         third.run()
-    finally:
-        beside.wait()
+    except BaseException as error:
+        if beside.is_completed():
+            beside.wait()  # raises what the third failed with, where the second failed first
+        beside.break_off(error)
+        raise
+    beside.wait()
 
 
 def _meets_on_cpu(phase: Collective) -> bool:

@@ -63,6 +63,8 @@ class Group(Refusing):
         self._tag, self._first, self._pair = tag, first, pair
         self._wire: Wire | None = None
         self._generation = 0
+        self._under_way = False
+        """Whether a call is: maybe in the lane of another group."""
         connections.used_by(self)
 
     @property
@@ -79,6 +81,13 @@ class Group(Refusing):
         An attempt is repeated on new connections, with the number negative, where the failure was another call's.
         """
         number = self._next_number()
+        self._under_way = True
+        try:
+            return self._carry(op, attempt, number)
+        finally:
+            self._under_way = False
+
+    def _carry(self, op: str, attempt: Callable[[Wire, int], T], number: int) -> T:
         cause: BaseException | None = None
         while True:
             self.connections.check(op, self._tag, number, cause)
@@ -124,10 +133,17 @@ class Group(Refusing):
         self._forget_old_wire()
         self._fail(Failure.of(error, self.ranks[self.rank], number, op, self._tag))
 
+    def break_off(self, op: str, error: BaseException) -> None:
+        """Let the call that is under way in another thread, if one is, fail with this error, wherever it waits."""
+        if self._under_way:
+            number = self.connections.calls[self._tag]
+            failure = Failure.of(error, self.ranks[self.rank], number, op, self._tag)
+            self.connections.fail(self._generation, self._wire, failure)
+
     def close(self, reason: str, last_words: bytes) -> None:
         """Let go of the thread, the wire and the buffers."""
         wire, self._wire = self._wire, None
-        if wire is not None and self.lane.busy:
+        if wire is not None and self._under_way:
             wire.close(last_words)
         self.lane.close(reason)
         if wire is not None:

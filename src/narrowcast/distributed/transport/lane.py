@@ -157,11 +157,12 @@ class Lane:
         """Queue `work`."""
         with self._changed:
             self._check_open(work.op)
+            if self._thread is None:
+                thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+                thread.start()  # where no more threads can be started, the lane stays as it was
+                self._thread = thread
             _note_accepted()
             self._queue.append(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
-                self._thread.start()
             self._changed.notify_all()
         return work
 

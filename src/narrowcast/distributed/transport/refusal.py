@@ -40,6 +40,15 @@ class Refusing(ABC):
                 self.refuse(op, error)
             raise
 
+    @contextlib.contextmanager
+    def giving_up(self, op: str) -> Iterator[None]:
+        """An error in here, in a job of the lane that has not counted the call yet, means the same."""
+        try:
+            yield
+        except BaseException as error:
+            self.give_up(op, error)
+            raise
+
     def refuse(self, op: str, error: BaseException) -> None:
         """Take part in a call by failing it: this rank cannot make it, and the others are told why.
 
