@@ -58,6 +58,7 @@ def name_parameters(ddp: DistributedDataParallel, state: GradientCompression) ->
                     "not trained, before the model is wrapped: parameter.requires_grad_(False)."
                 )
             meetings.parameters[state.parameters.name_of(parameter)] = parameter
+    state.parameters.orders.clear()  # changes are put in the order of dimensions (meetings.py)
 
 
 def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
