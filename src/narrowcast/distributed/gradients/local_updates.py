@@ -254,7 +254,7 @@ def _average(state: GradientCompression, meetings: Meetings, changes: Sequence[C
                 _reduce(state, meetings, group, changes)
     state.counted.plain_bytes = counted  # steps have counted what gradients would have sent
     if state.residuals is not None:
-        state.residuals.settle_if_complete()
+        state.residuals.settle()
 
 
 def _reduce(state: GradientCompression, meetings: Meetings, group: Group | Mesh, changes: Sequence[Changes]) -> None:

@@ -31,8 +31,6 @@ def taken(
     orders: Mapping[str, str],
 ) -> dict[str, Any]:
     """The state of a rank with these residuals."""
-    if residuals is not None:
-        residuals.settle_if_complete()
     named = {} if residuals is None else residuals.by_name()
     return {
         "version": VERSION,
