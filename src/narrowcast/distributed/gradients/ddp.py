@@ -77,10 +77,10 @@ def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.
     """For `ddp.register_comm_hook(state, gradient_hook)`: the average of a bucket over all ranks, compressed."""
     try:
         _check(state, bucket)
+        index, last = state.order.place(bucket)
     except Exception as error:
         state.refuse(error, bucket.buffer().device)
         raise
-    index, last = state.order.place(bucket)
     if local_updates.is_alone(state):
         return local_updates.keep(state, bucket.buffer(), index, last)
     ready, order = _as_ddp_bucket(bucket, index, last), state.order
