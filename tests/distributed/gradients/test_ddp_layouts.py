@@ -20,7 +20,7 @@ from trained import FEW
 import narrowcast as nc
 from cases import same_bits
 from narrowcast.distributed.gradients.layout import Gradient, check_cover
-from narrowcast.errors import CollectiveError
+from narrowcast.errors import CollectiveError, StateDictError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -162,6 +162,38 @@ def test_complex_parameters_have_residuals_for_both_of_their_numbers() -> None:
         numels, gradients = of_rank["resumed"]
         assert numels == {"waves": 2 * 1280, "real": 1280, "odd": 2 * 1023}
         assert all(same_bits(gradients[name], found[0]["resumed"][1][name]) for name in gradients)
+
+
+def _reordered(rank: int) -> Any:
+    """A state of a weight in channels_last, loaded where it is, where it is not, and from before orders were named."""
+
+    def made(layout: torch.memory_format) -> tuple[DDP, nc.GradientCompression]:
+        torch.manual_seed(0)
+        ddp = DDP(nn.Conv2d(8, 16, 3, bias=False).to(memory_format=layout))
+        return ddp, nc.compress_gradients(ddp, "int4")
+
+    ddp, compression = made(torch.channels_last)
+    ddp(torch.randn(2, 8, 6, 6)).sum().backward()
+    state = compression.state_dict()
+    same, contiguous = made(torch.channels_last)[1], made(torch.contiguous_format)[1]
+    same.load_state_dict(state)
+    with pytest.raises(StateDictError) as caught:
+        contiguous.load_state_dict(state)
+    with pytest.raises(StateDictError):
+        contiguous.load_state_dict([state, state], residuals="redistribute")
+    of_contiguous = {**state, "orders": {}}
+    with pytest.raises(StateDictError):
+        same.load_state_dict(of_contiguous)
+    contiguous.load_state_dict({key: value for key, value in state.items() if key != "orders"})
+    contiguous.load_state_dict(state, residuals="drop")
+    return str(caught.value), contiguous.step
+
+
+def test_residuals_of_a_parameter_in_another_memory_order_are_refused() -> None:
+    for words, step in run(2, _reordered):
+        assert words.startswith("state: the residuals of weight are in another order: strides 72, 1, 24, 8 there, ")
+        assert 'load_state_dict(state, residuals="drop")' in words
+        assert step == 1
 
 
 @pytest.mark.parametrize(

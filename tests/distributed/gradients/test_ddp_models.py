@@ -20,6 +20,7 @@ from trained import CODEC, FEW, SEED, SHAPES, STEPS, Expected, Given, Named, giv
 import narrowcast as nc
 from cases import same_bits
 from narrowcast.distributed.gradients import ddp as engine
+from narrowcast.errors import SpecError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -133,6 +134,18 @@ def static_graph_apart(rank: int) -> Any:
     return several_dtypes(rank, static_graph=True, bucket_cap_mb=25)
 
 
+def static_graph_by_hand(rank: int) -> Any:
+    """A hook that was registered by hand knows of no DDP: of its first backward it is told no last bucket."""
+    model = Given(SHAPES)
+    model.odd = nn.Parameter(torch.zeros(SHAPES["odd"], dtype=torch.bfloat16))
+    ddp = DDP(model, static_graph=True)
+    state = nc.GradientCompression(CODEC, model=ddp.module)
+    ddp.register_comm_hook(state, nc.gradient_hook)
+    with pytest.raises(SpecError) as caught:
+        trained.backward(ddp, {**given(SHAPES, rank, 0), "odd": torch.ones(SHAPES["odd"], dtype=torch.bfloat16)})
+    return str(caught.value), state.step
+
+
 OTHERS = {"odd": torch.bfloat16, "norm": torch.bfloat16, "prime": torch.float16}
 
 
@@ -187,6 +200,7 @@ SCENES: dict[str, Callable[[int], Any]] = {
         several_dtypes,
         static_graph,
         static_graph_apart,
+        static_graph_by_hand,
         uneven,
         overlapping,
     )
@@ -267,6 +281,14 @@ def test_every_dtype_keeps_its_own(name: str, played: list[dict[str, Any]]) -> N
         found, steps = of_rank[name]
         assert steps == [(step + 1, 3) for step in range(STEPS)]
         trained.agree(found, right)
+
+
+def test_a_hook_registered_by_hand_that_cannot_tell_the_last_bucket_says_so(played: list[dict[str, Any]]) -> None:
+    for of_rank in played:
+        words, step = of_rank["static_graph_by_hand"]
+        assert words.startswith("static_graph: ")
+        assert "Call compress_gradients(ddp, ...)" in words
+        assert step == 0
 
 
 def test_ranks_with_fewer_batches_may_join_early(played: list[dict[str, Any]]) -> None:

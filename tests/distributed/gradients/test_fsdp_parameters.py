@@ -16,7 +16,7 @@ from trained import CODEC, Given, given
 
 import narrowcast as nc
 from cases import same_bits
-from narrowcast.errors import MismatchError
+from narrowcast.errors import MismatchError, StateDictError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -51,7 +51,11 @@ def columns(rank: int) -> Any:
     fully_shard(module, shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None)
     state = trained.compressed(module, "int4")
     gradient = given({"wide": (30, 64), "bias": (64,)}, rank, 0)
-    return sharded.backward(module, gradient), state.state_dict()["sender"]["wide"]
+    found = sharded.backward(module, gradient)
+    by_rows = trained.compressed(fully_shard(Given({"wide": (30, 64), "bias": (64,)})), "int4")
+    with pytest.raises(StateDictError) as caught:
+        by_rows.load_state_dict(state.state_dict())
+    return found, state.state_dict()["sender"]["wide"], str(caught.value)
 
 
 def disagreed(rank: int) -> Any:
@@ -104,9 +108,10 @@ def test_parameters_sharded_by_columns_are_reduced_by_columns(played: list[dict[
     expected = Expected(nc.codec("int4"), 2, True)
     right = torch.cat(expected.step(turned)["wide"].chunk(2, 0), 1)
     for rank, of_rank in enumerate(played):
-        found, residual = of_rank["columns"]
+        found, residual, words = of_rank["columns"]
         assert same_bits(found["wide"], right)
         assert same_bits(residual, expected.sender["wide"][rank].reshape(-1))
+        assert "the residuals of wide are in another order: shards along dimension 1 there, contiguous here" in words
 
 
 def test_ranks_that_reduce_different_parameters_are_told_so_and_keep_their_residuals(

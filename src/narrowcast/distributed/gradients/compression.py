@@ -261,7 +261,7 @@ class GradientCompression:
         """All that the next step of this rank depends on: numbers, strings and tensors. Every rank has its own."""
         meetings = {} if self.meetings is None else {"meetings": self.meetings.state()}
         settings = self.step, self._seed, self.codec, self.error_feedback, self.residuals, self.momentum is not None
-        state = self._loaded or saved.taken(*settings)  # one that was loaded, where no bucket came since
+        state = self._loaded or saved.taken(*settings, self.parameters.orders)  # one loaded, where no bucket came since
         return {**state, "step": self.step, **self.under_way.state(), **meetings}
 
     def load_state_dict(
@@ -275,8 +275,7 @@ class GradientCompression:
         saved.check(state)
         saved.check_kind(state, self.momentum is not None, self.meetings is not None, residuals is not None)
         codec = saved.codec_of(state) if self._auto else self.codec  # what was chosen then
-        numels = self.parameters.numels | self.parameters.shares if self.parameters.named else None
-        saved.check_fits(state, self._mode_of(codec), self.residuals, numels)
+        saved.check_fits(state, self._mode_of(codec), self.residuals, self.parameters)
         if self.meetings is not None:
             self.meetings.load(state.get("meetings"))
         if self._auto:

@@ -24,6 +24,7 @@ from narrowcast.distributed.gradients.error_feedback.outcome import raise_at_the
 from narrowcast.distributed.gradients.layout import ChunkLayout
 from narrowcast.distributed.gradients.momentum import FormedMomentum
 from narrowcast.distributed.gradients.options import reals_per_element
+from narrowcast.distributed.gradients.parameters import strides_in_bucket
 from narrowcast.distributed.gradients.reduction import Bucket, Reduction
 from narrowcast.distributed.meshes import Given, check_mesh, size_of
 from narrowcast.distributed.protocols.mesh import Mesh
@@ -76,10 +77,10 @@ def gradient_hook(state: GradientCompression, bucket: dist.GradBucket) -> torch.
     """For `ddp.register_comm_hook(state, gradient_hook)`: the average of a bucket over all ranks, compressed."""
     try:
         _check(state, bucket)
+        index, last = state.order.place(bucket)
     except Exception as error:
         state.refuse(error, bucket.buffer().device)
         raise
-    index, last = state.order.place(bucket)
     if local_updates.is_alone(state):
         return local_updates.keep(state, bucket.buffer(), index, last)
     ready, order = _as_ddp_bucket(bucket, index, last), state.order
@@ -143,16 +144,11 @@ def _form(state: GradientCompression, reduction: Reduction, joined: JoinedBucket
 
 
 def _view(buffer: Tensor, parameter: Tensor, offset: int) -> Tensor:
-    """A parameter's gradient in a bucket, in its shape. DDP lays it out as the parameter is, if that has no gaps.
+    """A parameter's gradient in a bucket, in its shape.
 
-    GradBucket.gradients() does not say so: its views are contiguous, also those of a parameter that is not.
+    GradBucket.gradients() does not do it: its views are contiguous, also those of a parameter that is not.
     """
-    if parameter.is_contiguous() and not parameter.is_complex():
-        return buffer[offset : offset + parameter.numel()].view(parameter.shape)
-    without_gaps = torch.empty_like(parameter, device="meta").stride()
-    plain = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").stride()
-    strides = without_gaps if without_gaps == parameter.stride() else plain
-    return buffer.as_strided(parameter.shape, strides, buffer.storage_offset() + offset)
+    return buffer.as_strided(parameter.shape, strides_in_bucket(parameter), buffer.storage_offset() + offset)
 
 
 def _start(

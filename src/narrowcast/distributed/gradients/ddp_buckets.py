@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.codecs import Codec
+from narrowcast.errors import SpecError
 
 MOST_HELD_BYTES = 1 << 17
 """Encoded bytes of a first bucket that waits, at most: 262,144 elements, 1 MB of fp32, have 41 KB in sign."""
@@ -64,6 +65,8 @@ class Order:
         self.tensors = 0
         """How many parameters all buckets have together; 0 where DDP says which bucket is the last one."""
         self._index = self._came = 0
+        self._task = -1
+        """The backward whose first bucket came last: a number of autograd's."""
 
     def count_for(self, ddp: DistributedDataParallel) -> None:
         """Count buckets for a DDP that does not: with `static_graph` it hands over all buckets of its first backward at
@@ -72,13 +75,24 @@ class Order:
 
     def place(self, bucket: dist.GradBucket) -> tuple[int, bool]:
         """The number of a bucket that comes, and whether it is the last one."""
-        index = bucket.index()
+        index, task = bucket.index(), torch._C._current_graph_task_id()
+        if not index:
+            if not self.tensors and task == self._task != -1:
+                raise SpecError(_FIRST_TWICE)
+            self._task = task
         if not index and 0 < self._came < self.tensors:
             index = self._index + 1
         elif not index:
             self._came = 0
         self._index, self._came = index, self._came + len(bucket.parameters())
         return index, bucket.is_last() or self._came == self.tensors
+
+
+_FIRST_TWICE = (
+    "static_graph: DistributedDataParallel hands over the buckets of several dtypes as the first one each, and a hook "
+    "that was registered by hand cannot tell which is the last. Call compress_gradients(ddp, ...), which counts them, "
+    "instead of register_comm_hook. (Two models in one backward need a GradientCompression each.)"
+)
 
 
 class JoinedBuckets:

@@ -58,6 +58,7 @@ def name_parameters(ddp: DistributedDataParallel, state: GradientCompression) ->
                     "not trained, before the model is wrapped: parameter.requires_grad_(False)."
                 )
             meetings.parameters[state.parameters.name_of(parameter)] = parameter
+    state.parameters.orders.clear()  # changes are put in the order of dimensions (meetings.py)
 
 
 def attach(ddp: DistributedDataParallel, state: GradientCompression) -> None:
@@ -253,7 +254,7 @@ def _average(state: GradientCompression, meetings: Meetings, changes: Sequence[C
                 _reduce(state, meetings, group, changes)
     state.counted.plain_bytes = counted  # steps have counted what gradients would have sent
     if state.residuals is not None:
-        state.residuals.settle_if_complete()
+        state.residuals.settle()
 
 
 def _reduce(state: GradientCompression, meetings: Meetings, group: Group | Mesh, changes: Sequence[Changes]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import torch
 from torch import Tensor, nn
 
 from narrowcast.distributed.gradients.layout import is_worth_rows
@@ -19,6 +20,8 @@ class Parameters:
         self.numels: dict[str, int] = {}
         self.shares: dict[str, int] = {}
         """Under FSDP2 by hosts: how many elements of each parameter this rank keeps residuals of."""
+        self.orders: dict[str, str] = {}
+        """In what order a bucket holds the elements of a parameter, where it is not that of its dimensions."""
         self.exempts: dict[str, bool] = {}
         self._names: dict[int, str] = {}
         self._travels: dict[tuple[int, int], bool] = {}
@@ -55,3 +58,16 @@ class Parameters:
         self._names[id(parameter)] = name
         self.numels[name] = reals_per_element(parameter) * parameter.numel()
         self.exempts[name] = bool(self._rule(name, parameter))
+        strides = strides_in_bucket(parameter)
+        if not parameter.is_contiguous() and strides == parameter.stride():
+            told = [f"{stride}" for size, stride in zip(parameter.shape, strides, strict=True) if size > 1]
+            self.orders[name] = f"strides {', '.join(told)}"
+
+
+def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
+    """How DDP lays out a gradient: as the parameter is, if that has no gaps."""
+    if parameter.is_contiguous():
+        return parameter.stride()
+    without_gaps = torch.empty_like(parameter, device="meta").stride()
+    plain = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").stride()
+    return without_gaps if without_gaps == parameter.stride() else plain

@@ -14,6 +14,7 @@ from narrowcast.distributed.gradients.error_feedback.redistribution import redis
 from narrowcast.distributed.gradients.error_feedback.residuals import Holder, Residuals
 from narrowcast.distributed.gradients.layout import sections_of
 from narrowcast.distributed.gradients.options import Mode, for_gradients
+from narrowcast.distributed.gradients.parameters import Parameters
 from narrowcast.errors import StateDictError
 
 VERSION = 1
@@ -21,11 +22,15 @@ KEYS = {"version", "step", "seed", "codec", "error_feedback", "ranks", "rank", "
 
 
 def taken(
-    step: int, seed: int, codec: Codec | None, mode: Mode, residuals: Residuals | None, of_momentum: bool
+    step: int,
+    seed: int,
+    codec: Codec | None,
+    mode: Mode,
+    residuals: Residuals | None,
+    of_momentum: bool,
+    orders: Mapping[str, str],
 ) -> dict[str, Any]:
     """The state of a rank with these residuals."""
-    if residuals is not None:
-        residuals.settle_if_complete()
     named = {} if residuals is None else residuals.by_name()
     return {
         "version": VERSION,
@@ -37,6 +42,7 @@ def taken(
         **asdict(Holder(0, 0) if residuals is None else residuals.holder),
         "sender": {name: sender for name, (sender, _) in named.items() if sender is not None},
         "owner": {name: owner for name, (_, owner) in named.items() if owner is not None},
+        "orders": {name: order for name, order in orders.items() if name in named},
     }
 
 
@@ -99,12 +105,10 @@ def codec_of(state: Mapping[str, Any]) -> Codec | None:
     return None if state["codec"] is None else for_gradients(codec_in_file(state["codec"]))
 
 
-def check_fits(
-    state: Mapping[str, Any], mode: Mode, residuals: Residuals | None, numels: Mapping[str, int] | None
-) -> None:
+def check_fits(state: Mapping[str, Any], mode: Mode, residuals: Residuals | None, parameters: Parameters) -> None:
     """Raise unless it is of this rank of as many, with the same feedback, and of a model with the same parameters."""
     for each in state.get("everyone", ()):
-        check_fits(each, mode, None, numels)
+        check_fits(each, mode, None, parameters)
     if residuals is not None:
         check_holder(residuals.holder, state)
     if (state["sender"] or state["owner"]) and state["error_feedback"] != mode:
@@ -112,12 +116,30 @@ def check_fits(
             f"state: holds residuals (error_feedback={state['error_feedback']!r}), and error_feedback is {mode!r} "
             "here. Pass the same error_feedback as in the run that was saved."
         )
-    strange = [] if numels is None else _strange(state, numels)
+    if not parameters.named:
+        return
+    strange = _strange(state, parameters.numels | parameters.shares)
     if strange:
         raise StateDictError(
             f"state: residuals for {', '.join(sorted(strange)[:5])}, which this model does not have in that size. "
             "The state is of another model; load the one saved with this one."
         )
+    _check_orders(state, parameters.orders)
+
+
+def _check_orders(state: Mapping[str, Any], here: Mapping[str, str]) -> None:
+    """Raise if residuals are in another order than buckets are here: they would be added to other elements."""
+    there = state.get("orders")
+    if there is None:
+        return  # a state from before orders were named
+    for name in {*state["sender"], *state["owner"]}:
+        one, other = (orders.get(name, "contiguous") for orders in (there, here))
+        if one != other:
+            raise StateDictError(
+                f"state: the residuals of {name} are in another order: {one} there, {other} here. Lay the parameter "
+                "out as in the run that was saved (memory_format=, shard_placement_fn=) before the model is wrapped, "
+                'or start without residuals: load_state_dict(state, residuals="drop").'
+            )
 
 
 def _strange(state: Mapping[str, Any], numels: Mapping[str, int]) -> set[str]:

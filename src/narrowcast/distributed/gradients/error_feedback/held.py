@@ -48,9 +48,9 @@ class HeldInFloats:
         self._held: Floats = sender, owner
         self._next: Floats | None = None
 
-    def floats(self) -> Floats:
-        """What they are. Do not write it."""
-        return self._held
+    def floats(self, after: bool = False) -> Floats:
+        """What they are; `after` the step under way: the next ones. Do not write it."""
+        return self._next if after and self._next is not None else self._held
 
     def store(self, sender: Tensor | None, owner: Tensor | None) -> None:
         """From now on, these are the residuals: tensors in the shapes of the first ones."""
@@ -114,8 +114,8 @@ class HeldInRows(HeldInFloats):
         self._rows = rows
         super().__init__(self._encoded(sender), self._encoded(owner))
 
-    def floats(self) -> Floats:
-        sender, owner = (None if data is None else self._decoded(data) for data in self._held)
+    def floats(self, after: bool = False) -> Floats:
+        sender, owner = (None if data is None else self._decoded(data) for data in super().floats(after))
         return sender, None if owner is None else owner[0]
 
     def store(self, sender: Tensor | None, owner: Tensor | None) -> None:

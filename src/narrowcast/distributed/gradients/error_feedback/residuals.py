@@ -108,10 +108,11 @@ class Residuals:
             for residuals in self._chunks.values():
                 residuals.roll_back()
 
-    def settle_if_complete(self) -> None:
-        """Settle the step under way, unless buckets are still to come, or an optimizer is still to use them."""
-        if self._outcome is not None and self._outcome.complete and not self._outcome.pending():
-            self.settle()
+    def _is_applied(self) -> bool:
+        """Whether the step under way is applied, as far as anyone can tell: no bucket is to come, and no optimizer is
+        still to use them. It is not settled: under FSDP2 a pass of another root may go on with it, and fail."""
+        outcome = self._outcome
+        return outcome is not None and outcome.complete and not outcome.pending() and outcome.applies
 
     def step_of(self, chunk: ChunkLayout, device: torch.device, memory: Memory) -> StepResiduals:
         """The residuals of a chunk in the step under way."""
@@ -130,7 +131,7 @@ class Residuals:
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """All residuals: the sender's, and the owner's."""
-        floats_of = _floats_of()
+        floats_of = self._floats_now()
         places = [(span, *floats_of(residuals)) for _, _, span, residuals in self._places.values()]
         senders = [sender[:, span] for span, sender, _ in places if sender is not None]
         owners = [owner[span] for span, _, owner in places if owner is not None]
@@ -138,7 +139,6 @@ class Residuals:
 
     def measure(self, stats: GradientStats) -> None:
         """Write down how large they are."""
-        self.settle_if_complete()
         sender, owner = self.tensors()
         stats.residual_norm, stats.owner_residual_norm = norm(sender), norm(owner)
         stats.residual_bytes = self.nbytes()
@@ -150,7 +150,7 @@ class Residuals:
 
     def by_name(self) -> Named:
         """Each parameter's residuals, flat: the sender's, of what it sends, and the owner's, of what it owns."""
-        named, floats_of = dict(self._loaded), _floats_of()
+        named, floats_of = dict(self._loaded), self._floats_now()
         for (name, _), (_, section, _, _) in self._places.items():
             if name not in named:
                 named[name] = self._gather(name, section, floats_of)
@@ -163,6 +163,11 @@ class Residuals:
         self._chunks.clear()
         self._places.clear()
         self._loaded = dict(named)
+
+    def _floats_now(self) -> FloatsOf:
+        """Those that the next step adds, if it begins now."""
+        applied = self._is_applied()
+        return functools.cache(lambda residuals: residuals.floats(applied and residuals in self._reduced))
 
     def _of(self, chunk: ChunkLayout, device: torch.device) -> HeldInFloats:
         residuals = self._chunks.get(chunk)

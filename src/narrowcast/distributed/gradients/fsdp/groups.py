@@ -49,7 +49,14 @@ _GROUP = (
     "reduce_grads",
     "all_reduce_grads",
 )
-_PARAMETER = ("sharded_param", "padded_sharded_param_size", "unsharded_accumulated_grad", "_module_info", "_orig_size")
+_PARAMETER = (
+    "sharded_param",
+    "padded_sharded_param_size",
+    "unsharded_accumulated_grad",
+    "_module_info",
+    "_orig_size",
+    "fsdp_placement",
+)
 _BROKEN = (
     "forward: a backward of this model broke off, by an error of its own or of a collective, and FSDP2 does not "
     "recover: from then on it would leave gradients on their rank. Make the model anew, and load a checkpoint."
@@ -119,6 +126,11 @@ class ParameterGroup:
     def parts(self) -> list[int]:
         """How many elements of each parameter a rank has, padding included: the same on all ranks."""
         return [parameter.padded_sharded_param_size.numel() for parameter in self._inner.fsdp_params]
+
+    @property
+    def sharded_along(self) -> list[int]:
+        """The dimension along which each parameter is cut."""
+        return [parameter.fsdp_placement.dim for parameter in self._inner.fsdp_params]
 
     def with_gradients(self, columns: int) -> list[int]:
         """Which parameters have a gradient in this backward pass, of which a rank's share is `columns` elements."""

@@ -136,6 +136,8 @@ def _take_numels(state: GradientCompression, groups: Sequence[ParameterGroup]) -
     for group in groups:
         sizes = group.numels if group.replicas is None else group.parts
         state.parameters.numels.update(zip(group.names, sizes, strict=True))
+        along = zip(group.names, group.sharded_along, strict=True)
+        state.parameters.orders.update({name: f"shards along dimension {dim}" for name, dim in along if dim})
 
 
 def _take_shares(state: GradientCompression, groups: Sequence[ParameterGroup], mesh: Mesh) -> None:
