@@ -160,7 +160,7 @@ def _in_a_mesh(rank: int, what: str, culprit: int, shape: tuple[int, int]) -> li
         if rank == culprit:
             x = {"one element more": torch.ones(65), "an int tensor": INTS}.get(what, x)
             if what == "raised":
-                faults.at("encoding", faults.run_out_of_memory)
+                faults.at("after headers", faults.run_out_of_memory)
             elif what == "another local codec":
                 options["local_codec"] = "int8"
         elif what == "another local codec" and rank // shape[1] == culprit // shape[1]:
