@@ -9,7 +9,7 @@ Nothing else enters: not what the backward pass hides, nor what the reduction ta
   whole, and 1/P of the shorter. Where the link's `overlap` is less than 1 (ranks that share cores with the wire), more
   of the shorter counts. That messages hide behind the wire is measured: bench/results/messages.md.
 - Where ranks share hosts, the same between hosts, of what each place on a host has; and the bytes within hosts, there
-  and back.
+  and back. They are added up, as one after the other: over gloo large buckets take less (protocols/phases.py).
 """
 
 from __future__ import annotations
