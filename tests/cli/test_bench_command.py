@@ -110,7 +110,7 @@ def test_netlab_needs_no_repository(tmp_path: Path) -> None:
     process = start(tmp_path, "netlab", "--rate", "fast", "--", "true")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert err.startswith("error: --rate 'fast': a rate is a number and kbit, mbit or gbit")
+    assert err.startswith("error: --rate 'fast': a rate is a number and kbit, mbit, gbit or tbit")
 
 
 def test_without_the_repository_it_says_where_the_scripts_are(capsys: pytest.CaptureFixture[str]) -> None:
