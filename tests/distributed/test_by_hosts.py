@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +252,31 @@ def test_a_rank_that_is_killed_while_phases_run_side_by_side_is_named_on_all(
         if phase < 3 or rank == 2:
             assert "rank 3 is gone" in text, (rank, text)
         assert seconds < within(3)
+
+
+def _stopping(rank: int) -> tuple[str, float]:
+    launched(rank, 2, 2)
+    mesh.CHUNK, mesh.HOST_CHUNK = SIDE_BY_SIDE, 1
+    assert _right(rank)
+    if rank == 3:
+        in_phase(2, faults.stop, "after headers")
+    error, seconds = faults.error_of(lambda: ncd.all_reduce(torch.ones(faults.NUMEL), codec="int8"))
+    return str(error), seconds
+
+
+def _wake(processes: list[Any]) -> None:
+    faults.wait_until_stopped(processes[3].pid)
+    time.sleep(within(6))
+    os.kill(processes[3].pid, signal.SIGCONT)
+
+
+def test_one_that_stops_while_phases_run_side_by_side_is_late_for_all() -> None:
+    outcomes = ranks.outcomes_of(4, _stopping, group_timeout=3, meanwhile=_wake)
+    for rank in range(3):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        text, seconds = outcomes[rank].value
+        assert "rank 3 did not answer rank" in text, (rank, text)
+        assert 2.4 < seconds < within(3.5)
 
 
 # -- torchrun ---------------------------------------------------------------------------------------------------------
