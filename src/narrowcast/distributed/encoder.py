@@ -33,7 +33,7 @@ def lossless(dtype: torch.dtype) -> Codec:
 
 
 EXACT = {dtype: lossless(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-"""Codecs whose rows are the elements as they are in memory, and no more than padding."""
+"""Codecs whose rows are the elements as they lie in memory, and padding."""
 
 
 def bytes_of(elements: Tensor, codec: Codec, nbytes: int) -> Tensor | None:

@@ -137,7 +137,7 @@ class _Reduction:
     def gather(self, collective: Collective) -> None:
         """Pass the parts on within the host."""
         if collective.size > 1 and self.as_is and self.parts[0].nbytes > collective.wire.eager:
-            pipeline.run([_PassedChunk(self, collective, i) for i in range(len(self.cuts))])
+            pipeline.run([_FinishedChunk(self, collective, i) for i in range(len(self.cuts))])
         elif collective.size > 1:
             self.averaged.wait(len(self.cuts))
             rows = [each[None] for each in self.parts]
@@ -176,7 +176,7 @@ class _SharedChunk(Chunk):
         self._reduction.averaged.reach(self._index + 1)
 
 
-class _PassedChunk:
+class _FinishedChunk:
     """A chunk of every part, on its way from its owner to the others of the host, as it is in memory."""
 
     def __init__(self, reduction: _Reduction, collective: Collective, index: int) -> None:
