@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import faults
+import nccl_stand_in
 import pytest
 import ranks
 import torch
@@ -66,6 +67,22 @@ def test_by_default_the_sum_is_that_of_the_mesh_and_world_is_flat(hosts: int, lo
         assert same_bits(of_rank["world"], found[0]["world"])
         assert same_bits(of_rank["world"], of_rank["copy"])
         assert not same_bits(of_rank["world"], of_rank["default"])
+
+
+def _over_nccl(rank: int) -> None:
+    nccl_stand_in.use()
+    launched(rank, 2, 2)
+    for numel in (1, 5000, 300_001):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            for _ in range(2):  # as prepared, the second time
+                x = torch.full((numel,), float(rank + 1), dtype=dtype)
+                ncd.all_reduce(x, dist.ReduceOp.AVG, codec="raw")
+                assert bool((x == 2.5).all()), (numel, dtype)
+    assert HEADERS[0] in ncd.stats()
+
+
+def test_over_nccl_sums_by_hosts_are_right_too() -> None:
+    ranks.run(4, _over_nccl)
 
 
 def _of_inference_mode(rank: int) -> None:

@@ -6,6 +6,7 @@ import pickle
 from typing import Any
 
 import faults
+import nccl_stand_in
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,6 +77,21 @@ def test_every_rank_ends_with_the_bits_of_the_model_and_keeps_residuals_of_its_s
 
 
 # -- the same by other ways -------------------------------------------------------------------------------------------
+
+
+def _over_nccl(rank: int) -> Any:
+    nccl_stand_in.use()
+    launched(rank, 2, 2)
+    ddp = DDP(Given(SHAPES))
+    trained.compressed(ddp)
+    return trained.steps(ddp, rank)
+
+
+def test_over_nccl_the_bits_are_the_same() -> None:
+    expected = HostExpected(nc.codec(trained.CODEC), 2, 2, True)
+    right = [expected.step([given(SHAPES, rank, step) for rank in range(4)]) for step in range(STEPS)]
+    for gradients in run(4, _over_nccl, timeout=150):
+        trained.agree(gradients, right)
 
 
 def _ways(rank: int) -> Any:
